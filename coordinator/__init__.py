@@ -1,0 +1,1 @@
+"""Where a request enters: public service, lifecycle, journal, router, registry, text. No torch."""

@@ -1,0 +1,1 @@
+"""KV in, tokens out: the decode life on top of worker/."""

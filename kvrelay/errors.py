@@ -1,0 +1,85 @@
+"""Every error a user of KVRelay may see. One table in kvrelay.rpc maps them to gRPC status codes.
+
+KVRelayError
+├── InvalidArgument      a field is wrong; names it
+├── NotFound             no such model or worker
+├── Unauthenticated      no valid credential
+├── PermissionDenied     the credential does not allow it
+├── ResourceExhausted    a queue or the pool is full, a message is too large; says when to retry
+├── Unavailable          no worker, a worker was lost, draining
+├── FailedPrecondition   the two sides do not pair
+│   └── LayoutMismatch   names the field and both values
+├── DeadlineExceeded
+├── Cancelled
+├── Aborted              attempts used up
+├── Unimplemented        the field is known and not built yet; names it
+└── Internal             our bug
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KVRelayError(Exception):
+    """message is for people; field is the path of the offending field, empty if none."""
+
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(KVRelayError):
+    pass
+
+
+class NotFound(KVRelayError):
+    pass
+
+
+class Unauthenticated(KVRelayError):
+    pass
+
+
+class PermissionDenied(KVRelayError):
+    pass
+
+
+class ResourceExhausted(KVRelayError):
+    retryable = True
+
+
+class Unavailable(KVRelayError):
+    retryable = True
+
+
+class FailedPrecondition(KVRelayError):
+    pass
+
+
+class LayoutMismatch(FailedPrecondition):
+    pass
+
+
+class DeadlineExceeded(KVRelayError):
+    pass
+
+
+class Cancelled(KVRelayError):
+    pass
+
+
+class Aborted(KVRelayError):
+    retryable = True
+
+
+class Unimplemented(KVRelayError):
+    pass
+
+
+class Internal(KVRelayError):
+    pass

@@ -1,0 +1,92 @@
+"""What a request asks of an engine. Knows neither wires, clocks nor tensors."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""Drawn by the coordinator, unique; a client's own id is only a label."""
+SessionId = NewType("SessionId", str)
+"""One stream between one coordinator and one worker; fresh at every dial."""
+WorkerId = NewType("WorkerId", str)
+Incarnation = NewType("Incarnation", str)
+"""One life of a worker process: random at every start."""
+
+
+class Role(enum.StrEnum):
+    """Which half of inference a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a stream ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKey:
+    """Names one stream of tokens inside an engine. Together with an index it names one token."""
+
+    session: SessionId
+    request_id: RequestId
+    attempt: int
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw a token from logits. temperature 0 is greedy; top_k 0 is off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When an engine ends a sequence. Stop strings are the coordinator's business.
+
+    max_tokens counts output tokens from index 0 of the request, over all attempts.
+    stop_token_ids holds the model's EOS ids too, unless the client asked to ignore them.
+    """
+
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def finish_of(self, index: int, token_id: int) -> FinishReason | None:
+        """Why the sequence ends with `token_id` at output index `index`, or None. Stop beats length at one index."""
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if index + 1 >= self.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One sequence as it is given to an engine.
+
+    token_ids are all known tokens (prompt, then tokens an earlier attempt already streamed);
+    the next token sampled has output index `first_index` = len(token_ids) - num_prompt_tokens.
+    """
+
+    key: SequenceKey
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: Sampling
+    stop: StopRule
+    tenant: str = "default"
+    cache_salt: str = ""
+
+    @property
+    def first_index(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens

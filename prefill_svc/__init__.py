@@ -1,0 +1,1 @@
+"""Prompt in, KV out: the prefill life on top of worker/."""
