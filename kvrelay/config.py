@@ -1,0 +1,58 @@
+"""What every process of KVRelay may be told: one frozen value per role. Knows neither terminals nor the network.
+
+Sources, weakest first: the defaults here, a TOML file (tables [coordinator], [worker]), KVRELAY_* variables, flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.requests import Role
+
+DEFAULT_TARGET = "127.0.0.1:50061"
+EXECUTORS = ("torch", "hash", "scripted")
+TRANSPORTS = ("nixl", "grpc")
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """queue_limit: requests waiting for a placement; one more is refused at once with RESOURCE_EXHAUSTED."""
+
+    listen: str = DEFAULT_TARGET
+    model: str = "smollm2-135m-instruct"
+    executor: str = "torch"
+    queue_limit: int = 256
+    open_limit: int = 1024
+    local_prefill_below: int = 0
+    max_request_bytes: int = 8 * 1024 * 1024
+    slow_reader_bytes: int = 1024 * 1024
+    trace_dir: str = ""
+    otlp_endpoint: str = ""
+    die_with_parent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One prefill or decode worker. num_blocks 0: as many as pool_mb holds. advertise "": the listen address."""
+
+    role: Role
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    coordinators: tuple[str, ...] = (DEFAULT_TARGET,)
+    worker_id: str = ""
+    model: str = "smollm2-135m-instruct"
+    executor: str = "torch"
+    dtype: str = "bfloat16"
+    transport: str = "nixl"
+    threads: int = 1
+    block_size: int = 16
+    num_blocks: int = 0
+    pool_mb: int = 512
+    step_tokens: int = 512
+    max_sequences: int = 256
+    attention: str = "auto"
+    script: str = ""
+    step_seconds: float = 0.0
+    """hash and scripted executors only: pretend that a step takes this long."""
+    die_with_parent: bool = False

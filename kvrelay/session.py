@@ -1,0 +1,270 @@
+"""What a coordinator and a worker tell each other over their session. Knows neither protos nor sockets.
+
+Down: commands, ordered, delivered at most once, void when the session ends. Up: one Report per engine step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrelay.blocks import BlockCounts, KVLayout, Ticket
+from kvrelay.requests import Incarnation, RequestId, Role, Sampling, SessionId, StopRule, WorkerId
+
+PROTOCOL_VERSION = 1
+HEARTBEAT_S = 0.5
+COORDINATOR_GIVES_UP_S = 2.5
+WORKER_GIVES_UP_S = 10.0
+MAX_FRAME_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What must be equal for two processes to serve one model. fingerprint hashes config and weights' contents."""
+
+    model_id: str
+    fingerprint: str
+    vocab_size: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a worker says of itself when it registers and when it is asked (Describe)."""
+
+    worker_id: WorkerId
+    role: Role
+    incarnation: Incarnation
+    pid: int
+    address: str
+    model: ModelIdentity
+    layout: KVLayout
+    num_blocks: int
+    transport: str
+    executor: str
+    max_sequences: int
+    step_tokens: int
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One attempt of a request, as a worker gets it. deadline_s is the time left, None without a deadline."""
+
+    request_id: RequestId
+    attempt: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: Sampling
+    stop: StopRule
+    tenant: str = "default"
+    cache_salt: str = ""
+    n: int = 1
+    deadline_s: float | None = None
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a prefill worker pushes to."""
+
+    worker_id: WorkerId
+    address: str
+    ticket: Ticket
+
+
+# Commands, coordinator -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a session. A new session of the same coordinator ends its old one."""
+
+    coordinator_id: str
+    session_id: SessionId
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """sent_at_s: the sender's monotonic clock, telemetry only; decides nothing."""
+
+    seq: int
+    sent_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the prompt, sample the next token, push the blocks. destination None: sample only (nothing to push)."""
+
+    work: Work
+    destination: Destination | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Reserve blocks for a hand-off. The worker answers Reserved or Refused."""
+
+    work: Work
+    local_prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The token sampled by prefill is journaled: decode may run once the blocks landed. One token per sequence."""
+
+    request_id: RequestId
+    attempt: int
+    first_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends an attempt, known or not yet known to the worker (then it leaves a tombstone)."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    grace_s: float
+
+
+Command = Hello | Heartbeat | Prefill | Reserve | Start | Abort | Drain
+
+
+# Report items, worker -> coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    request_id: RequestId
+    attempt: int
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A command that was not taken. code is the class name of an error of kvrelay.errors."""
+
+    request_id: RequestId
+    attempt: int
+    code: str
+    message: str
+    field: str = ""
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    request_id: RequestId
+    attempt: int
+    sequence: int
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """All blocks of the attempt are held by decode."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a hand-off cost, by the prefill worker's clock.
+
+    seconds: from the first post to the last write done; exposed_s: from token 0 to landed, never negative.
+    """
+
+    request_id: RequestId
+    attempt: int
+    transport: str
+    num_blocks: int
+    num_bytes: int
+    num_parts: int
+    seconds: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker holds nothing of this sequence any more but, on prefill, blocks whose writes have not ended.
+
+    reason: stop | length | aborted | failed; on failed, code and message name the error.
+    """
+
+    request_id: RequestId
+    attempt: int
+    sequence: int
+    reason: str
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRecord:
+    """What prefill or decode did for an attempt, for the trace: durations on the worker's clock.
+
+    chunks: (offset from received_s, duration, tokens) of each prompt chunk.
+    """
+
+    request_id: RequestId
+    attempt: int
+    queued_s: float
+    active_s: float
+    chunks: tuple[tuple[float, float, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is. queued_tokens: known but not yet computed tokens of all its sequences."""
+
+    blocks: BlockCounts
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    transfers_in_flight: int = 0
+    tokens_per_s: float = 0.0
+    draining: bool = False
+    counters: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One message up. Later steps merge into a report not yet sent (`merge`); order inside each list is kept.
+
+    A reader takes the lists in the order of the fields.
+    """
+
+    step_id: int = 0
+    sent_at_s: float = 0.0
+    heartbeat_seq: int = 0
+    welcome: WorkerDescription | None = None
+    reserved: tuple[Reserved, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    tokens: tuple[TokenOut, ...] = ()
+    landed: tuple[Landed, ...] = ()
+    pushed: tuple[Pushed, ...] = ()
+    records: tuple[ComputeRecord, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    load: Load | None = field(default=None)
+
+    def merge(self, later: Report) -> Report:
+        """One report that says what both said; the later step id, heartbeat and load win."""
+        return Report(
+            step_id=later.step_id or self.step_id,
+            sent_at_s=later.sent_at_s or self.sent_at_s,
+            heartbeat_seq=later.heartbeat_seq or self.heartbeat_seq,
+            welcome=later.welcome or self.welcome,
+            reserved=self.reserved + later.reserved,
+            refused=self.refused + later.refused,
+            tokens=self.tokens + later.tokens,
+            landed=self.landed + later.landed,
+            pushed=self.pushed + later.pushed,
+            records=self.records + later.records,
+            ended=self.ended + later.ended,
+            load=later.load or self.load,
+        )
