@@ -1,0 +1,49 @@
+"""What a step changed, as values: the scheduler emits them, services turn them into reports. Knows no wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.blocks import BlockTable
+from kvrelay.requests import FinishReason, SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk of a prompt is done: the KV of tokens 0 .. num_computed-1 stands in `table`, which covers just those.
+
+    The scheduler owns the blocks and lets go of them when the sequence ends, maybe in this very step. Who still reads
+    them afterwards (a push) must retain them while handling the event.
+    """
+
+    key: SequenceKey
+    num_computed: int
+    table: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token of output index `index`. Each index of a sequence comes once, in order, also over preemptions."""
+
+    key: SequenceKey
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a sequence that ended by itself. num_tokens counts output tokens from index 0."""
+
+    key: SequenceKey
+    reason: FinishReason
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The sequence lost its blocks and will be computed again from its known tokens; nothing a client sees changes."""
+
+    key: SequenceKey
+
+
+Event = Computed | Sampled | Finished | Preempted
