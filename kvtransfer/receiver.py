@@ -1,0 +1,53 @@
+"""The decode side of hand-offs: which tickets may be written to, and when their blocks may be reused."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from kvrelay.blocks import Ticket
+from kvrelay.link import BlockData, OpenTicket, ToDecode
+from kvrelay.requests import Incarnation, SequenceKey
+from kvtransfer.actions import ReceiverAction
+from kvtransfer.manifest import Manifest
+
+Actions = tuple[ReceiverAction, ...]
+
+
+class TicketState(enum.Enum):
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    LANDED = "landed"
+    QUARANTINED = "quarantined"
+    ENDED = "ended"
+
+
+class ReceiverTable:
+    """Every ticket of a decode worker. Signatures first; every method returns actions and changes only the table."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        block_bytes: int,
+        *,
+        refuses_late: bool = False,
+        bytes_over_link: bool = False,
+        checksum_of: Callable[[int], int] | None = None,
+    ) -> None: ...
+
+    def reserve(self, ticket: Ticket, num_tokens: int, key: SequenceKey, now: float) -> Actions: ...
+    def received(self, writer: Incarnation, message: ToDecode, now: float) -> Actions: ...
+    def open(self, writer: Incarnation, msg: OpenTicket, now: float) -> Actions: ...
+    def renew(self, writer: Incarnation, epoch: int, now: float) -> Actions: ...
+    def block_data(self, writer: Incarnation, msg: BlockData, now: float) -> Actions: ...
+    def manifest(self, writer: Incarnation, manifest: Manifest, now: float) -> Actions: ...
+    def notification(self, writer: Incarnation | None, payload: bytes, now: float) -> Actions: ...
+    def fenced(self, writer: Incarnation, epoch: int, now: float) -> Actions: ...
+    def abort(self, epoch: int, now: float) -> Actions: ...
+    def link_opened(self, writer: Incarnation, now: float) -> Actions: ...
+    def link_closed(self, writer: Incarnation, by_peer_kernel: bool, now: float) -> Actions: ...
+    def tick(self, now: float) -> Actions: ...
+    def next_deadline(self) -> float | None: ...
+    def counts(self) -> dict[TicketState, int]: ...
+    @property
+    def in_flight(self) -> int: ...
