@@ -1,0 +1,1 @@
+"""Attention over the paged pool: one port, several backends."""
