@@ -1,0 +1,1 @@
+"""The gRPC edge: conversion, the status table, servers, channels and interceptors. Protos stop here."""

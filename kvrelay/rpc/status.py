@@ -1,0 +1,130 @@
+"""The one table between the error tree and gRPC status codes, and rich statuses both ways. Knows no service.
+
+Unknown exceptions become Internal: their message stays in the log, the caller gets none of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from kvrelay import errors
+from kvrelay.errors import KVRelayError
+
+DOMAIN = "kvrelay"
+"""ErrorInfo.domain: the reason is then the name of a class of kvrelay.errors."""
+
+STATUS_TABLE: dict[type[KVRelayError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.Aborted: grpc.StatusCode.ABORTED,
+    errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    errors.Internal: grpc.StatusCode.INTERNAL,
+}
+ERROR_OF_CODE: dict[grpc.StatusCode, type[KVRelayError]] = {
+    **{code: kind for kind, code in STATUS_TABLE.items() if kind is not errors.LayoutMismatch},
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgument,
+    grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
+    grpc.StatusCode.DATA_LOSS: errors.Internal,
+    grpc.StatusCode.UNKNOWN: errors.Internal,
+    grpc.StatusCode.OK: errors.Internal,
+}
+"""The class for a code alone; codes we never send come from proxies and foreign servers. OK is no error: our bug."""
+ERROR_OF_NAME = {kind.__name__: kind for kind in STATUS_TABLE}
+
+log = logging.getLogger(__name__)
+
+
+def code_of(error: KVRelayError) -> grpc.StatusCode:
+    """The status code of an error; KVRelayError itself, never raised by us, counts as Internal."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_TABLE:
+            return STATUS_TABLE[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def as_error(error: BaseException) -> KVRelayError:
+    """The error a caller may see: ours as it is, any other as an Internal that says nothing, logged with traceback."""
+    if isinstance(error, KVRelayError):
+        if isinstance(error, errors.Internal):
+            log.error("internal error", exc_info=error)
+        return error
+    log.error("unexpected exception", exc_info=error)
+    return errors.Internal("internal error; see the server's log")
+
+
+def to_status(error: KVRelayError) -> status_pb2.Status:
+    """A google.rpc.Status with ErrorInfo, a BadRequest when a field is named, RetryInfo when it may be retried."""
+    number: int = code_of(error).value[0]
+    status = status_pb2.Status(code=number, message=error.message)
+    for detail in _details_of(error):
+        packed = Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def _details_of(
+    error: KVRelayError,
+) -> Iterator[error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
+    yield error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN)
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        yield error_details_pb2.BadRequest(field_violations=[violation])
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
+        yield error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def to_grpc_status(error: KVRelayError) -> grpc.Status:
+    """What `context.abort_with_status` takes."""
+    status: grpc.Status = rpc_status.to_status(to_status(error))
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
+    """The error of ours that a failed call stands for: class by name or code, field and retry from the details."""
+    call = error if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
+    if call is None:
+        return errors.Internal(f"the call failed without a status: {type(error).__name__}")
+    code, message = call.code(), call.details() or ""
+    kind, field, retry = ERROR_OF_CODE.get(code, errors.Internal), "", None
+    for detail in _unpack(call):
+        if isinstance(detail, error_details_pb2.ErrorInfo) and detail.domain == DOMAIN:
+            kind = ERROR_OF_NAME.get(detail.reason, kind)
+        elif isinstance(detail, error_details_pb2.BadRequest) and detail.field_violations:
+            field = detail.field_violations[0].field
+        elif isinstance(detail, error_details_pb2.RetryInfo):
+            retry = detail.retry_delay.ToNanoseconds() / 1e9
+    return kind(message, field=field, retry_after_s=retry)
+
+
+def _unpack(
+    call: grpc.Call | grpc.aio.AioRpcError,
+) -> Iterator[error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
+    """The details we understand; a status that is broken or contradicts its call has none."""
+    try:
+        status = rpc_status.from_call(call)
+    except (ValueError, DecodeError):
+        return
+    for packed in status.details if status is not None else ():
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+            detail = kind()
+            if packed.Is(kind.DESCRIPTOR) and packed.Unpack(detail):
+                yield detail
