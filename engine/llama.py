@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
+from engine.native import ops
 from engine.tensors import StepBatch
 from engine.weights import Checkpoint
 from kvrelay.models.config import ModelConfig
@@ -31,42 +31,14 @@ class LinearFactory(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
 
-class Ops(Protocol):
-    """The small operations between the matrices; a backend may fuse them."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add x to residual in place, return the norm of the sum."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[rows, 2 * mlp] -> [rows, mlp]: silu of the first half times the second."""
-        ...
-
-
-class TorchOps:
-    """Ops in plain torch: any device, any dtype."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, eps)
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.rms_norm(residual.add_(x), weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
-
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What a model computes with: the ports, and the dtype that activations have between them."""
+    """What a model computes with: the ports, the dtype activations have between them, threads of the small ops."""
 
     attention: AttentionBackend
     linear: LinearFactory
-    ops: Ops
     activation_dtype: torch.dtype
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +90,7 @@ class LlamaModel:
         self._backends = backends
         self._rope = rope
         self._layers = [_load_layer(config, checkpoint, backends, i) for i in range(config.num_layers)]
-        self._norm = _norm(checkpoint, "model.norm.weight", backends)
+        self._norm = checkpoint.tensor("model.norm.weight", torch.float32)
         self._embeddings = checkpoint.tensor("model.embed_tokens.weight")
         head = self._embeddings if config.tie_embeddings else checkpoint.tensor("lm_head.weight")
         self._head = backends.linear(head, None)
@@ -128,23 +100,24 @@ class LlamaModel:
 
         pool is [num_blocks, kv_heads, layers, 2, block_size, head_dim].
         """
-        ops, eps, dtype = self._backends.ops, self._config.rms_eps, self._backends.activation_dtype
-        residual = functional.embedding(batch.token_ids, self._embeddings).to(dtype)
+        eps, threads, dtype = self._config.rms_eps, self._backends.threads, self._backends.activation_dtype
+        residual = ops.embedding(batch.token_ids, self._embeddings, dtype)
         attended = residual.new_empty(residual.shape[0], self._config.heads * self._config.head_dim)
-        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        x = ops.rms_norm(residual, self._layers[0].input_norm, eps, threads=threads)
         for i, layer in enumerate(self._layers):
             self._backends.attention.forward(i, layer.qkv(x), pool, batch, self._rope, attended)
-            x = ops.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            following = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else None
-            if following is not None:
-                x = ops.add_rms_norm(x, residual, following, eps)
+            x = ops.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps, threads=threads)
+            x = layer.down(ops.silu_mul(layer.gate_up(x), threads=threads))
+            if i + 1 < len(self._layers):
+                x = ops.add_rms_norm(x, residual, self._layers[i + 1].input_norm, eps, threads=threads)
         return self._logits(x, residual, batch.sample_rows)
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if not rows.numel():
             return residual.new_empty(0, self._config.vocab, dtype=torch.float32)
-        last = self._backends.ops.add_rms_norm(x[rows], residual[rows], self._norm, self._config.rms_eps)
+        last = ops.add_rms_norm(
+            x[rows], residual[rows], self._norm, self._config.rms_eps, threads=self._backends.threads
+        )
         return self._head(last).float()
 
 
@@ -158,14 +131,10 @@ def _load_layer(config: ModelConfig, checkpoint: Checkpoint, backends: Backends,
 
     attention, mlp = config.attention_bias, config.mlp_bias
     return Layer(
-        input_norm=_norm(checkpoint, f"{prefix}input_layernorm.weight", backends),
+        input_norm=checkpoint.tensor(f"{prefix}input_layernorm.weight", torch.float32),
         qkv=linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], attention),
         output=linear(["self_attn.o_proj"], attention),
-        mlp_norm=_norm(checkpoint, f"{prefix}post_attention_layernorm.weight", backends),
+        mlp_norm=checkpoint.tensor(f"{prefix}post_attention_layernorm.weight", torch.float32),
         gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], mlp),
         down=linear(["mlp.down_proj"], mlp),
     )
-
-
-def _norm(checkpoint: Checkpoint, name: str, backends: Backends) -> torch.Tensor:
-    return checkpoint.tensor(name).to(backends.activation_dtype)

@@ -53,14 +53,14 @@ class Checkpoint:
             if info.dtype not in _READABLE:
                 raise Unimplemented(f"{info.file}: tensor {name} of dtype {info.dtype} is not built yet", field="model")
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that was checked, as memory of its own."""
-        return self.stacked([name])
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor that was checked, as memory of its own, in the checkpoint's dtype unless told otherwise."""
+        return self.stacked([name], dtype)
 
-    def stacked(self, names: Sequence[str]) -> torch.Tensor:
+    def stacked(self, names: Sequence[str], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensors one below the other along their first axis (q, k and v as one matrix), copied once."""
         shapes = [self._tensors[name].shape for name in names]
-        result = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype)
+        result = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype or self._dtype)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             result[start : start + shape[0]].copy_(self._mapped(name))

@@ -33,9 +33,9 @@ class ReferenceAttention:
     ) -> None:
         """See AttentionBackend.forward."""
         parts = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = parts.float().split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         angles = rope[batch.positions.long()]
-        q, k = rotate(q, angles), rotate(k, angles)
+        q_and_k = rotate(parts[:, : self.heads + self.kv_heads].float(), angles)
+        q, k, v = q_and_k[:, : self.heads], q_and_k[:, self.heads :], parts[:, self.heads + self.kv_heads :]
         keys, values = pool[:, :, layer, 0], pool[:, :, layer, 1]  # each [num_blocks, kv_heads, block_size, head_dim]
         blocks, offsets = batch.slot_blocks.long(), batch.slot_offsets.long()
         keys[blocks, :, offsets] = k.to(pool.dtype)
