@@ -86,13 +86,13 @@ class BlockPool:
     def retain(self, block_ids: Iterable[int]) -> None:
         """One more reference to each HELD block, owned by the caller."""
         for block_id in block_ids:
-            self._require(block_id, BlockState.HELD, to="retained")
+            self._require(block_id, BlockState.HELD, to="HELD again")
             self._references[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """The caller gives back one reference to each; at the last one the block is free."""
         for block_id in block_ids:
-            self._require(block_id, BlockState.HELD, to="released")
+            self._require(block_id, BlockState.HELD, to="FREE")
             self._references[block_id] -= 1
             if not self._references[block_id]:
                 self._move(block_id, BlockState.FREE)
@@ -145,9 +145,11 @@ class BlockPool:
         assert n >= 0, f"cannot take {n} blocks"
         if n > len(self._free):
             return None
-        taken = tuple(self._free.popleft() for _ in range(n))
+        taken = tuple([self._free.popleft() for _ in range(n)])
         for block_id in taken:
-            self._move(block_id, state)
+            self._states[block_id] = state
+        self._counts[BlockState.FREE] -= n
+        self._counts[state] += n
         return taken
 
     def _move(self, block_id: int, state: BlockState) -> None:
@@ -158,9 +160,8 @@ class BlockPool:
     def _require(self, block_id: int, *allowed: BlockState, to: str, epoch: int | None = None) -> None:
         assert 0 <= block_id < self.num_blocks, f"block {block_id} is not in a pool of {self.num_blocks}"
         state = self._states[block_id]
-        names = " or ".join(s.name for s in allowed) if state not in allowed else ""
-        assert state in allowed, f"block {block_id} is {state.name}, must be {names} to become {to}"
+        if state not in allowed:
+            names = " or ".join(s.name for s in allowed)
+            raise AssertionError(f"block {block_id} is {state.name}, must be {names} to become {to}")
         owner = self._epochs[block_id]
         assert epoch is None or epoch == owner, f"block {block_id} is {state.name} under epoch {owner}, not {epoch}"
-        if state is BlockState.HELD:
-            assert self._references[block_id] > 0, f"block {block_id} is HELD without a reference"

@@ -17,14 +17,12 @@ The life of a sequence here:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from engine.block_pool import BlockPool
 from engine.events import Computed, Event, Finished, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
+from engine.queues import Queues
 from engine.sequence import SequenceState
 from kvrelay.blocks import BlockTable, blocks_for
 from kvrelay.requests import SequenceKey, SequenceSpec
@@ -33,6 +31,8 @@ MAX_PASSES = 16
 """Steps in which younger prompts may be admitted past one that does not fit; then it blocks those behind it."""
 LOOKAHEAD = 64
 """Waiting prompts looked at in one step."""
+CAUTIOUS_AFTER = 2
+"""Preemptions after which a sequence is admitted only when blocks for all it can ever use are promised to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +62,23 @@ class Scheduler:
         self._block_size = block_size
         self._budgets = budgets
         self._sequences: dict[SequenceKey, SequenceState] = {}
-        self._running: list[SequenceState] = []  # oldest first
-        self._ready: deque[SequenceState] = deque()
-        self._waiting: deque[SequenceState] = deque()
-        self._promised = 0  # blocks of running prompts, granted and not taken yet
+        self._queues = Queues()
         self._queued_tokens = 0
         self._num_arrivals = 0
         self._num_steps = 0
         self._plan: Plan | None = None
         self._planned: list[SequenceState] = []  # of the plan being made or in flight, slice by slice
         self._slices: list[SequenceSlice] = []
-        self._events: list[Event] = []  # of schedule, handed out by the next apply
+        self._last_resort = False
+        self._events: list[Preempted] = []  # of schedule, handed out by the next apply
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._ready) + len(self._waiting)
+        return len(self._queues.ready) + len(self._queues.waiting)
 
     @property
     def queued_tokens(self) -> int:
@@ -95,8 +93,8 @@ class Scheduler:
     def spare_blocks(self) -> int:
         """Free blocks that may go to others (tickets) without taking what sequences here are about to need:
         promised blocks, one for each running sequence, and those the first waiting prompt is waiting for."""
-        head = self._missing_blocks(self._waiting[0]) if self._waiting else 0
-        return max(0, self._pool.num_free - self._promised - len(self._running) - head)
+        head = self._missing_blocks(self._queues.waiting[0]) if self._queues.waiting else 0
+        return max(0, self._pool.num_free - self._queues.promised - len(self._queues.running) - head)
 
     def fits_alone(self, spec: SequenceSpec) -> bool:
         """Whether the whole pool could hold it to its last token. Callers refuse what does not fit before adding it."""
@@ -118,7 +116,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._sequences[spec.key] = seq
         self._queued_tokens += seq.num_uncomputed
-        (self._ready if slots >= len(seq.known) else self._waiting).append(seq)
+        (self._queues.ready if slots >= len(seq.known) else self._queues.waiting).append(seq)
 
     def abort(self, key: SequenceKey) -> bool:
         """Forget a sequence and release its blocks, at apply if a plan in flight uses them. False if it is not here."""
@@ -135,15 +133,13 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run now. Its apply must come before the next schedule."""
         assert self._plan is None, f"step {self._num_steps} was not applied"
-        while self._ready and len(self._running) < self._budgets.max_sequences:
-            self._run(self._ready.popleft())
-        left = self._plan_decodes(self._budgets.max_tokens)
-        if self._slices and self._budgets.max_prefill_tokens is not None:
-            left = min(left, self._budgets.max_prefill_tokens)
-        left = self._plan_prompts(left)
-        self._admit(left)
-        if not self._slices and not self._running and self._waiting and self._make_room(self._waiting[0]):
-            self._admit(left)
+        while self._queues.ready and len(self._queues.running) < self._budgets.max_sequences:
+            self._queues.run(self._queues.ready.popleft(), promised=0)
+        self._plan_slices()
+        if not self._slices and self._sequences:
+            self._last_resort = True
+            self._plan_slices()
+            self._last_resort = False
         if not self._slices:
             return None
         self._num_steps += 1
@@ -157,7 +153,8 @@ class Scheduler:
         assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
         assert len(result.token_ids) == plan.num_samples, f"{len(result.token_ids)} tokens, want {plan.num_samples}"
         tokens = iter(result.token_ids)
-        events, self._events = self._events, []
+        events: list[Event] = [event for event in self._events if event.key in self._sequences]
+        self._events = []
         planned, self._planned, self._plan = self._planned, [], None
         for rows, seq in zip(plan.slices, planned, strict=True):
             token_id = next(tokens) if rows.samples else None
@@ -184,9 +181,19 @@ class Scheduler:
             self._release(seq)
             events.append(Finished(key, reason, index + 1))
 
+    def _plan_slices(self) -> None:
+        """Fill the step. As a last resort, when nothing could run, anyone younger or waiting may be preempted."""
+        left = self._plan_decodes(self._budgets.max_tokens)
+        if self._slices and self._budgets.max_prefill_tokens is not None:
+            left = min(left, self._budgets.max_prefill_tokens)
+        left = self._plan_prompts(left)
+        if self._last_resort and not self._queues.running and self._queues.waiting:
+            self._make_room(self._queues.waiting[0])
+        self._admit(left)
+
     def _plan_decodes(self, left: int) -> int:
         """Plan the one uncomputed token of each running sequence that has just one; returns the budget left."""
-        for seq in tuple(self._running):
+        for seq in tuple(self._queues.running):
             if not left:
                 break
             if len(seq.known) - seq.num_computed == 1 and seq.running and self._grow(seq, 1):
@@ -196,34 +203,40 @@ class Scheduler:
 
     def _plan_prompts(self, left: int) -> int:
         """Plan chunks of admitted prompts; returns the budget left."""
-        for seq in [s for s in self._running if not s.planned and s.num_uncomputed > 1]:
-            num_tokens = min(left, seq.num_uncomputed)
-            if num_tokens and seq.running and self._grow(seq, num_tokens):
-                self._plan_slice(seq, num_tokens)
-                left -= num_tokens
+        for seq in [s for s in self._queues.running if not s.planned and s.num_uncomputed > 1]:
+            if seq.running:
+                left -= self._plan_chunk(seq, left)
         return left
 
     def _admit(self, left: int) -> None:
         """Admit waiting prompts while budget, rows and blocks last; small ones may pass a big one MAX_PASSES times."""
+        queues = self._queues
         passed: list[SequenceState] = []
-        for _ in range(min(len(self._waiting), LOOKAHEAD)):
-            if not left or len(self._running) >= self._budgets.max_sequences:
+        num_overtaken = 0
+        for _ in range(min(len(queues.waiting), LOOKAHEAD)):
+            if not left or len(queues.running) >= self._budgets.max_sequences:
                 break
-            seq = self._waiting.popleft()
-            if self._missing_blocks(seq) > self._pool.num_free - self._promised:
-                passed.append(seq)
-                if seq.times_passed >= MAX_PASSES:
-                    break
+            seq = queues.waiting.popleft()
+            missing = self._missing_blocks(seq)
+            if missing <= self._pool.num_free - queues.promised:
+                num_overtaken = len(passed)
+                queues.run(seq, promised=missing)
+                left -= self._plan_chunk(seq, left)
                 continue
-            self._run(seq)
-            num_tokens = min(left, seq.num_uncomputed)
-            grown = self._grow(seq, num_tokens)
-            assert grown, f"{seq.spec.key} was admitted without blocks"
-            self._plan_slice(seq, num_tokens)
-            left -= num_tokens
-            for other in passed:
-                other.times_passed += other.arrival < seq.arrival or not other.times_passed
-        self._waiting.extendleft(reversed(passed))
+            passed.append(seq)
+            if seq.times_passed >= MAX_PASSES:
+                break
+        for seq in passed[:num_overtaken]:
+            seq.times_passed += 1
+        queues.waiting.extendleft(reversed(passed))
+
+    def _plan_chunk(self, seq: SequenceState, left: int) -> int:
+        """Plan as many of its uncomputed tokens as the budget holds; returns how many, 0 if it must wait for blocks."""
+        num_tokens = min(left, seq.num_uncomputed)
+        if not num_tokens or not self._grow(seq, num_tokens):
+            return 0
+        self._plan_slice(seq, num_tokens)
+        return num_tokens
 
     def _plan_slice(self, seq: SequenceState, num_tokens: int) -> None:
         start = seq.num_computed
@@ -237,19 +250,9 @@ class Scheduler:
         self._planned.append(seq)
         seq.planned = True
 
-    def _run(self, seq: SequenceState) -> None:
-        """Admit: keep `running` in order of arrival and promise the blocks it still lacks."""
-        seq.promised = self._missing_blocks(seq) if seq.slots < len(seq.known) else 0
-        self._promised += seq.promised
-        seq.running = True
-        at = len(self._running)
-        while at and self._running[at - 1].arrival > seq.arrival:
-            at -= 1
-        self._running.insert(at, seq)
-
     def _missing_blocks(self, seq: SequenceState) -> int:
         """Blocks it lacks for its known tokens and one more, if it may come to compute one more."""
-        slots = min(len(seq.known) + 1, seq.max_slots)
+        slots = seq.max_slots if seq.preemptions >= CAUTIOUS_AFTER else min(len(seq.known) + 1, seq.max_slots)
         return max(0, blocks_for(slots, self._block_size) - len(seq.block_ids))
 
     def _grow(self, seq: SequenceState, num_tokens: int) -> bool:
@@ -258,21 +261,21 @@ class Scheduler:
         if missing_slots <= 0:
             return True
         missing = blocks_for(missing_slots, self._block_size)
-        if missing > self._pool.num_free and not self._preempt_for(seq, missing - self._pool.num_free):
+        available = self._pool.num_free - self._queues.promised + seq.promised
+        if missing > available and not self._preempt_for(seq, missing - available):
             return False
         new = self._pool.allocate(missing)
         assert new is not None, f"{missing} blocks are not free after preemption"
         seq.block_ids += new
         seq.slots += missing * self._block_size
-        kept = min(seq.promised, missing)
-        seq.promised -= kept
-        self._promised -= kept
+        self._queues.use_promise(seq, missing)
         return True
 
-    def _make_room(self, seq: SequenceState) -> bool:
+    def _make_room(self, seq: SequenceState) -> None:
         """Nothing runs and the head does not fit: take the blocks of sequences that wait with some."""
         shortage = self._missing_blocks(seq) - self._pool.num_free
-        return shortage > 0 and self._preempt_for(seq, shortage)
+        if shortage > 0:
+            self._preempt_for(seq, shortage)
 
     def _preempt_for(self, seq: SequenceState, shortage: int) -> bool:
         """Free `shortage` blocks by preempting no more sequences than needed; nobody if that cannot be reached.
@@ -280,11 +283,11 @@ class Scheduler:
         Blocks that someone else refers to as well (a push under way) would not become free and do not count.
         """
         victims: list[SequenceState] = []
-        for victim in self._victims(seq):
-            frees = self._pool.num_sole(victim.block_ids)
-            if frees:
+        for victim in self._queues.victims(seq, self._last_resort):
+            gain = self._pool.num_sole(victim.block_ids) + victim.promised
+            if gain:
                 victims.append(victim)
-                shortage -= frees
+                shortage -= gain
             if shortage <= 0:
                 break
         if shortage > 0:
@@ -293,43 +296,20 @@ class Scheduler:
             self._preempt(victim)
         return True
 
-    def _victims(self, seq: SequenceState) -> Iterator[SequenceState]:
-        """Sequences younger than seq, youngest first, that are not in this plan; before a standstill those waiting."""
-        for other in reversed(self._running):
-            if other.arrival <= seq.arrival:
-                break
-            if not other.planned:
-                yield other
-        if not self._slices:
-            holders = [s for s in chain(self._ready, self._waiting) if s.block_ids and s is not seq]
-            yield from sorted(holders, key=lambda s: -s.arrival)
-
     def _preempt(self, seq: SequenceState) -> None:
-        """Drop its blocks and put it to the front of the queue; known tokens and output index stay."""
-        self._unqueue(seq)
+        """Drop its blocks and put it to the front of the queue, unless it has a place there; known tokens stay."""
+        self._queues.send_back(seq)
         self._release(seq)
         self._queued_tokens += seq.num_computed
         seq.num_computed = 0
         seq.prompt_end = len(seq.known)
         seq.preemptions += 1
-        self._waiting.appendleft(seq)
         self._events.append(Preempted(seq.spec.key))
 
     def _forget(self, seq: SequenceState) -> None:
         del self._sequences[seq.spec.key]
         self._queued_tokens -= seq.num_uncomputed
-        self._unqueue(seq)
-
-    def _unqueue(self, seq: SequenceState) -> None:
-        if seq.running:
-            self._running.remove(seq)
-        elif seq in self._ready:
-            self._ready.remove(seq)
-        else:
-            self._waiting.remove(seq)
-        seq.running = False
-        self._promised -= seq.promised
-        seq.promised = 0
+        self._queues.remove(seq)
 
     def _release(self, seq: SequenceState) -> None:
         self._pool.release(seq.block_ids)
