@@ -1,0 +1,105 @@
+"""A model without weights, for tests of everything around a model: its next token is a hash of the KV it reads.
+
+Each token's K and V row is a hash of the token, its position and the bytes of *all* earlier rows as they lie in the
+pool now, read through the block table. So any wrong, stale, shifted or missing byte changes what comes after it, while
+batching, chunking, preemption and the blocks used change nothing. Standard library only; knows no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from engine.memory import HostPool
+from engine.plan import Plan, Result, SequenceSlice
+from kvrelay.blocks import KVLayout
+
+HEAD_DIM = 32
+
+
+def hash_layout(block_size: int) -> KVLayout:
+    """One head, one layer, rows of 32 bytes: a block is a tile of K rows, then a tile of V rows."""
+    return KVLayout(kv_heads=1, layers=1, block_size=block_size, head_dim=HEAD_DIM, dtype="uint8")
+
+
+class HashExecutor:
+    """Executor whose tokens are in 0 .. vocab_size-1; eos_token_id is one of them and comes up by chance.
+
+    step_seconds, with a `pause` such as time.sleep, makes each step last longer: a slow model.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        vocab_size: int = 258,
+        eos_token_id: int = 257,
+        step_seconds: float = 0.0,
+        pause: Callable[[float], None] | None = None,
+    ) -> None:
+        if not 0 <= eos_token_id < vocab_size:
+            raise ValueError(f"eos_token_id {eos_token_id} is not in a vocabulary of {vocab_size}")
+        if step_seconds > 0 and pause is None:
+            raise ValueError("step_seconds needs a pause function")
+        self.layout = hash_layout(block_size)
+        self.pool = HostPool(self.layout, num_blocks)
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        self._step_seconds = step_seconds
+        self._pause = pause
+
+    def run(self, plan: Plan) -> Result:
+        """Slices are computed one after another; a sequence reads nothing but its own blocks."""
+        token_ids = []
+        for rows in plan.slices:
+            prefix = self._write_rows(rows)
+            if rows.samples:
+                token_ids.append(self._next_token(prefix, rows))
+        if self._pause is not None and self._step_seconds > 0:
+            self._pause(self._step_seconds)
+        return Result(plan.step_id, tuple(token_ids))
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _write_rows(self, rows: SequenceSlice) -> hashlib.blake2b:
+        """Write the K and V rows of a slice; returns the hash state after all rows up to its last.
+
+        The state of full blocks is carried along inside a slice; it is made of bytes read back from the pool.
+        """
+        block_size = self.layout.block_size
+        block_ids = rows.table.block_ids
+        full = hashlib.blake2b(b"".join(map(self.pool.read, block_ids[: rows.start // block_size])), digest_size=32)
+        for position, token_id in enumerate(rows.token_ids, rows.start):
+            logical, slot = divmod(position, block_size)
+            if slot == 0 and position > rows.start:
+                full.update(self.pool.read(block_ids[logical - 1]))
+            self._write_row(block_ids[logical], slot, token_id, position, self._prefix(full, block_ids[logical], slot))
+        logical, slot = divmod(rows.context_len - 1, block_size)
+        return self._prefix(full, block_ids[logical], slot + 1)
+
+    def _prefix(self, full: hashlib.blake2b, block_id: int, num_rows: int) -> hashlib.blake2b:
+        """Hash of all full blocks and the first num_rows rows of the block after them, if any."""
+        state = full.copy()
+        block = self.pool.read(block_id)
+        if num_rows == self.layout.block_size:
+            state.update(block)
+        elif num_rows:
+            tile = self.layout.block_size * HEAD_DIM
+            state.update(block[: num_rows * HEAD_DIM])
+            state.update(block[tile : tile + num_rows * HEAD_DIM])
+        return state
+
+    def _write_row(self, block_id: int, slot: int, token_id: int, position: int, prefix: hashlib.blake2b) -> None:
+        row = hashlib.blake2b(prefix.digest(), digest_size=2 * HEAD_DIM)
+        row.update(b"%d at %d" % (token_id, position))
+        data = row.digest()
+        tile = self.layout.block_size * HEAD_DIM
+        self.pool.write(block_id, slot * HEAD_DIM, data[:HEAD_DIM])
+        self.pool.write(block_id, tile + slot * HEAD_DIM, data[HEAD_DIM:])
+
+    def _next_token(self, prefix: hashlib.blake2b, rows: SequenceSlice) -> int:
+        state = hashlib.blake2b(prefix.digest(), digest_size=8)
+        if not rows.sampling.greedy:
+            state.update(b"seed %d index %d" % (rows.sampling.seed, rows.index))
+        return int.from_bytes(state.digest(), "little") % self.vocab_size

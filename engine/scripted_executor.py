@@ -1,0 +1,56 @@
+"""A model that says what a script tells it: for tests of stop strings, UTF-8 and ends. Writes the hash model's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.hash_executor import HashExecutor
+from engine.memory import HostPool
+from engine.plan import Plan, Result
+from kvrelay.blocks import KVLayout
+
+
+class ScriptedExecutor:
+    """Executor whose token of output index i is script[i], for every sequence; EOS where the script says nothing.
+
+    The script is a list of tokens from index 0, or a mapping of indexes to tokens. KV bytes are those of HashExecutor,
+    so that hand-offs move real bytes.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        script: Mapping[int, int] | Sequence[int],
+        block_size: int = 16,
+        vocab_size: int = 258,
+        eos_token_id: int = 257,
+        step_seconds: float = 0.0,
+        pause: Callable[[float], None] | None = None,
+    ) -> None:
+        self._script = dict(script) if isinstance(script, Mapping) else dict(enumerate(script))
+        for index, token_id in self._script.items():
+            if index < 0:
+                raise ValueError(f"script has a token for index {index}, the first is 0")
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"script[{index}] is token {token_id}, not in a vocabulary of {vocab_size}")
+        self._kv = HashExecutor(num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause)
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._kv.layout
+
+    @property
+    def pool(self) -> HostPool:
+        return self._kv.pool
+
+    def run(self, plan: Plan) -> Result:
+        """KV as the hash model writes it, tokens from the script."""
+        self._kv.run(plan)
+        return Result(
+            plan.step_id, tuple(self._script.get(s.index, self.eos_token_id) for s in plan.slices if s.samples)
+        )
+
+    def close(self) -> None:
+        self._kv.close()
