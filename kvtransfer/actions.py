@@ -178,7 +178,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ExitProcess:
-    """A write of ours may still land in blocks that a live decode worker would reuse: only our death proves it will not.
+    """A write of ours may still land in blocks that a live decode worker would reuse: only our death rules it out.
 
     Carry it out at once, with a non-zero status and without closing links by hand first.
     """

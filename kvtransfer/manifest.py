@@ -24,7 +24,7 @@ _MAX_CHECKSUM = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Part `part` of ticket `epoch`: block_ids[i] of the decode incarnation's pool now holds logical block positions[i].
+    """Part `part` of ticket `epoch`: block_ids[i] of `incarnation`'s pool now holds logical block positions[i].
 
     writer: the prefill incarnation. checksums: CRC-32 per block, or empty.
     """
@@ -47,7 +47,7 @@ def encode(m: Manifest) -> bytes:
 
 
 def decode(raw: bytes) -> Manifest:
-    """The manifest in `raw`. Raises InvalidArgument naming the field; allocates no more than a small multiple of raw."""
+    """The manifest in `raw`. Raises InvalidArgument naming the field; allocates a small multiple of raw at most."""
     fields = _unpack(raw)
     if not isinstance(fields, list) or len(fields) != 9:
         _refuse("manifest", "is not an array of 9 fields")

@@ -1,28 +1,61 @@
-"""The prefill side of hand-offs: what may be written when, and when sources may be reused."""
+"""Every ticket a prefill worker writes to, by (decode incarnation, epoch). Knows neither pools, links nor transports.
+
+All methods return actions in the order in which they are to be carried out and change nothing but the table.
+The worker calls link_opened when a peer has welcomed it, and link_lost when the link ended or could not be made.
+"""
 
 from __future__ import annotations
 
-import enum
+from collections import Counter
 from collections.abc import Callable
 
 from kvrelay.blocks import Ticket
-from kvrelay.link import AbortedNotice, LandedNotice, Opened, OpenRefused, Renewed, ToPrefill
+from kvrelay.link import (
+    AbortedNotice,
+    Fenced,
+    LandedNotice,
+    Opened,
+    OpenRefused,
+    Renewed,
+    ToPrefill,
+)
 from kvrelay.requests import Incarnation, SequenceKey
-from kvtransfer.actions import WriterAction
+from kvtransfer.actions import Count, Failed, Release, Send, WriterAction
 from kvtransfer.transports.base import WriteDone, WriteFailed
+from kvtransfer.writer_steps import step
+from kvtransfer.writer_ticket import (
+    AbortWanted,
+    Event,
+    HasLanded,
+    LinkLost,
+    LinkOpened,
+    PartReady,
+    Tick,
+    WasAborted,
+    WasOpened,
+    WasRefused,
+    WasRenewed,
+    WriterRules,
+    WriterState,
+    WritingTicket,
+    WroteDone,
+    WroteFailed,
+    started,
+)
 
 Actions = tuple[WriterAction, ...]
+MAX_UNSAID_FENCES = 4096
+"""The oldest is forgotten first; its blocks come back by the peer's other ways."""
 
-
-class WriterState(enum.Enum):
-    OPENING = "opening"
-    OPEN = "open"
-    CLOSING = "closing"
-    ENDED = "ended"
+__all__ = ["Actions", "WriterState", "WriterTable"]
 
 
 class WriterTable:
-    """Every ticket a prefill worker writes to. Signatures first; every method returns actions and changes only the table."""
+    """The hand-offs of a prefill worker from start until their last write ended; then the table forgets them.
+
+    refuses_late: the receiver refuses a write after its ticket ended, so a failed write is no danger.
+    checksum_of: CRC-32 of a block of our pool; if given, manifests carry checksums.
+    """
 
     def __init__(
         self,
@@ -31,9 +64,24 @@ class WriterTable:
         *,
         refuses_late: bool = False,
         checksum_of: Callable[[int], int] | None = None,
-    ) -> None: ...
+    ) -> None:
+        self._rules = WriterRules(incarnation, block_bytes, refuses_late, checksum_of)
+        self._tickets: dict[tuple[Incarnation, int], WritingTicket] = {}
+        self._up: set[Incarnation] = set()
+        self._unsaid: dict[tuple[Incarnation, int], None] = {}
 
-    def start(self, ticket: Ticket, peer: Incarnation, key: SequenceKey, num_tokens: int, now: float) -> Actions: ...
+    def start(self, ticket: Ticket, peer: Incarnation, key: SequenceKey, num_tokens: int, now: float) -> Actions:
+        """Begin a hand-off to `peer`, the incarnation the link leads to. Owns no blocks yet.
+
+        The link need not be up: opening waits for link_opened, and fails at link_lost or after a lease.
+        """
+        if (peer, ticket.epoch) in self._tickets:
+            raise ValueError(f"ticket {ticket.epoch} of {peer} was started before")
+        if ticket.incarnation != peer:
+            return (Failed(key, peer, ticket.epoch, f"the ticket is of incarnation {ticket.incarnation}"),)
+        self._tickets[peer, ticket.epoch] = started(ticket, key, num_tokens, self._rules, now)
+        return self._apply(peer, ticket.epoch, LinkOpened(), now) if peer in self._up else ()
+
     def part_ready(
         self,
         peer: Incarnation,
@@ -42,23 +90,126 @@ class WriterTable:
         source_ids: tuple[int, ...],
         last: bool,
         now: float,
-    ) -> Actions: ...
-    def received(self, peer: Incarnation, message: ToPrefill, now: float) -> Actions: ...
-    def opened(self, peer: Incarnation, msg: Opened, now: float) -> Actions: ...
-    def open_refused(self, peer: Incarnation, msg: OpenRefused, now: float) -> Actions: ...
-    def renewed(self, peer: Incarnation, msg: Renewed, now: float) -> Actions: ...
-    def landed(self, peer: Incarnation, msg: LandedNotice, now: float) -> Actions: ...
-    def aborted(self, peer: Incarnation, msg: AbortedNotice, now: float) -> Actions: ...
-    def abort(self, peer: Incarnation, epoch: int, now: float) -> Actions: ...
-    def transport_event(self, event: WriteDone | WriteFailed, now: float) -> Actions: ...
-    def write_done(self, peer: Incarnation, epoch: int, part: int, now: float) -> Actions: ...
+    ) -> Actions:
+        """Blocks to push, each with one reference that the table now owns and gives back in a Release.
+
+        positions: logical, not given before. Posted once the lease allows it.
+        """
+        if (peer, epoch) not in self._tickets:
+            return (Release(source_ids),) if source_ids else ()
+        return self._apply(peer, epoch, PartReady(positions, source_ids, last), now)
+
+    def received(self, peer: Incarnation, message: ToPrefill, now: float) -> Actions:
+        """Any message of the link to `peer` but LinkWelcome, which is the worker's business."""
+        match message:
+            case Opened():
+                return self.opened(peer, message, now)
+            case OpenRefused():
+                return self.open_refused(peer, message, now)
+            case Renewed():
+                return self.renewed(peer, message, now)
+            case LandedNotice():
+                return self.landed(peer, message, now)
+            case AbortedNotice():
+                return self.aborted(peer, message, now)
+        return (Count("unexpected_message"),)
+
+    def opened(self, peer: Incarnation, msg: Opened, now: float) -> Actions:
+        return self._apply(peer, msg.epoch, WasOpened(msg.lease_s), now)
+
+    def open_refused(self, peer: Incarnation, msg: OpenRefused, now: float) -> Actions:
+        return self._apply(peer, msg.epoch, WasRefused(msg.reason), now)
+
+    def renewed(self, peer: Incarnation, msg: Renewed, now: float) -> Actions:
+        return self._apply(peer, msg.epoch, WasRenewed(msg.lease_s), now)
+
+    def landed(self, peer: Incarnation, msg: LandedNotice, now: float) -> Actions:
+        return self._apply(peer, msg.epoch, HasLanded(), now)
+
+    def aborted(self, peer: Incarnation, msg: AbortedNotice, now: float) -> Actions:
+        return self._apply(peer, msg.epoch, WasAborted(msg.reason), now)
+
+    def abort(self, peer: Incarnation, epoch: int, now: float) -> Actions:
+        """Our side wants no more of it, for instance because the request was cancelled."""
+        return self._apply(peer, epoch, AbortWanted(), now)
+
+    def transport_event(self, event: WriteDone | WriteFailed, now: float) -> Actions:
+        if isinstance(event, WriteDone):
+            return self.write_done(event.peer, event.epoch, event.part, now)
+        return self.write_failed(event.peer, event.epoch, event.part, event.error, now, posted=event.posted)
+
+    def write_done(self, peer: Incarnation, epoch: int, part: int, now: float) -> Actions:
+        return self._apply(peer, epoch, WroteDone(part), now)
+
     def write_failed(
         self, peer: Incarnation, epoch: int, part: int, error: str, now: float, *, posted: bool = True
-    ) -> Actions: ...
-    def link_opened(self, peer: Incarnation, now: float) -> Actions: ...
-    def link_lost(self, peer: Incarnation, now: float) -> Actions: ...
-    def tick(self, now: float) -> Actions: ...
-    def next_deadline(self) -> float | None: ...
-    def counts(self) -> dict[WriterState, int]: ...
+    ) -> Actions:
+        """posted False: the write was never begun, so nothing of it can land."""
+        return self._apply(peer, epoch, WroteFailed(part, error, posted), now)
+
+    def link_opened(self, peer: Incarnation, now: float) -> Actions:
+        """A link to this incarnation is up. Says what could not be said while there was none."""
+        self._up.add(peer)
+        epochs = [epoch for of, epoch in self._unsaid if of == peer]
+        self.forget_peer(peer)
+        return tuple(Send(peer, Fenced(epoch)) for epoch in epochs) + self._apply_all(peer, LinkOpened(), now)
+
+    def link_lost(self, peer: Incarnation, now: float) -> Actions:
+        """The link ended or could not be made. While in_flight is not 0, dial again: an answer means the peer lives."""
+        self._up.discard(peer)
+        return self._apply_all(peer, LinkLost(), now)
+
+    def forget_peer(self, peer: Incarnation) -> None:
+        """The incarnation is known to be dead: what could not be said to it need not be kept."""
+        self._unsaid = {key: None for key in self._unsaid if key[0] != peer}
+
+    def tick(self, now: float) -> Actions:
+        """Looks at every ticket. Call it when next_deadline() has passed, after the messages that are waiting."""
+        return tuple(a for peer, epoch in list(self._tickets) for a in self._apply(peer, epoch, Tick(), now))
+
+    def next_deadline(self) -> float | None:
+        """When tick() has something to do; None if only a message can change anything."""
+        deadlines = (ticket.deadline() for ticket in self._tickets.values())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def counts(self) -> dict[WriterState, int]:
+        """How many tickets are in each state now; ended ones are forgotten and always 0."""
+        found = Counter(ticket.state for ticket in self._tickets.values())
+        return {state: found[state] for state in WriterState}
+
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """Tickets the table has not forgotten: while it is not 0, blocks of ours may be pinned."""
+        return len(self._tickets)
+
+    def state(self, peer: Incarnation, epoch: int) -> WriterState | None:
+        """None once it ended."""
+        ticket = self._tickets.get((peer, epoch))
+        return None if ticket is None else ticket.state
+
+    def _apply_all(self, peer: Incarnation, event: Event, now: float) -> Actions:
+        epochs = [epoch for of, epoch in self._tickets if of == peer]
+        return tuple(action for epoch in epochs for action in self._apply(peer, epoch, event, now))
+
+    def _apply(self, peer: Incarnation, epoch: int, event: Event, now: float) -> Actions:
+        """Messages may cross the end of their ticket: those of an unknown one mean nothing."""
+        ticket = self._tickets.get((peer, epoch))
+        if ticket is None:
+            return ()
+        after, actions = step(ticket, event, now)
+        if after.state is WriterState.ENDED:
+            del self._tickets[peer, epoch]
+        else:
+            self._tickets[peer, epoch] = after
+        return self._keep_unsaid(peer, actions)
+
+    def _keep_unsaid(self, peer: Incarnation, actions: Actions) -> Actions:
+        """While there is no link to `peer`, fences are kept for the next one."""
+        if peer in self._up:
+            return actions
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.message, Fenced):
+                self._unsaid[peer, action.message.epoch] = None
+        while len(self._unsaid) > MAX_UNSAID_FENCES:
+            del self._unsaid[next(iter(self._unsaid))]
+        return tuple(a for a in actions if not isinstance(a, Send))

@@ -11,7 +11,9 @@ from kvrelay.requests import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The blocks of one push: source_ids[i] of our pool goes to dest_ids[i] of the peer's, logical position positions[i].
+    """The blocks of one push: block source_ids[i] of our pool goes to block dest_ids[i] of the peer's.
+
+    positions[i] is its logical position.
 
     The poster keeps one reference on each source until WriteDone or WriteFailed of this part.
     """

@@ -1,0 +1,197 @@
+"""The state of one hand-off on the prefill side, and what can happen to it. Values only; decides nothing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.blocks import Ticket
+from kvrelay.link import LEASE_S
+from kvrelay.requests import Incarnation, SequenceKey
+
+FAILED_WRITE_VERDICT_S = 2.5
+"""A failed write and a dead peer look alike for a moment. If the link outlives the failure by this much, the peer lives
+and the write may still land in its blocks; it reuses none of them before we say fenced, so waiting is safe."""
+LINK_LOST_HOLD_S = 1.0
+"""After the link was lost a failed write's sources stay pinned this long: a new link would prove the peer alive."""
+LINK_LOST_EXIT_S = 0.8
+"""A write still running this long after the link was lost ends the process: a live peer takes the closed link for our
+death and reuses the blocks after receiver_ticket.PEER_GONE_S (1 s), so this must stay below it."""
+STUCK_WRITE_S = 30.0
+"""A write that has not ended this long after its ticket began to close never will: only a new process helps."""
+
+
+class WriterState(enum.Enum):
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class WriterRules:
+    """What is equal for all tickets of a prefill worker. checksum_of: CRC-32 of a block of our pool, for manifests."""
+
+    incarnation: Incarnation
+    block_bytes: int
+    refuses_late: bool = False
+    checksum_of: Callable[[int], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPart:
+    """Blocks given to us with one reference each, under the number they are posted with."""
+
+    part: int
+    positions: tuple[int, ...]
+    source_ids: tuple[int, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WritingTicket:
+    """A ticket and how far its writing got.
+
+    queued: parts that wait for the lease. posted: parts whose write has not ended. failed: parts whose write ended
+    other than done while it is not known whether the peer lives; their sources stay pinned. asked_at: when the open
+    or renew that is not yet answered was about to be sent. told: Failed was said.
+    clean: every write ended done, so fenced may be said. doomed: the process must exit.
+    """
+
+    ticket: Ticket
+    key: SequenceKey
+    rules: WriterRules
+    expected: range
+    lease_until: float
+    asked_at: float | None = None
+    renew_at: float = 0.0
+    state: WriterState = WriterState.OPENING
+    open_sent: bool = False
+    given: frozenset[int] = frozenset()
+    next_part: int = 0
+    queued: tuple[QueuedPart, ...] = ()
+    posted: tuple[QueuedPart, ...] = ()
+    failed: tuple[QueuedPart, ...] = ()
+    failed_at: float = 0.0
+    link_lost_at: float | None = None
+    landed_at: float | None = None
+    told: bool = False
+    clean: bool = True
+    doomed: bool = False
+    closing_at: float | None = None
+    parts_done: int = 0
+    blocks_done: int = 0
+    first_post_at: float | None = None
+    last_done_at: float | None = None
+
+    @property
+    def peer(self) -> Incarnation:
+        return self.ticket.incarnation
+
+    def deadline(self) -> float | None:
+        """When a tick would change something, None if none would."""
+        if self.state is WriterState.ENDED or self.doomed:
+            return None
+        times: list[float] = []
+        if self.link_lost_at is None:
+            if self.state is not WriterState.CLOSING:
+                times.append(self.lease_until)
+            if self.state is not WriterState.OPENING and self.asked_at is None:
+                times.append(self.renew_at)
+            if self.failed:
+                times.append(self.failed_at + FAILED_WRITE_VERDICT_S)
+            if self.posted and self.closing_at is not None:
+                times.append(self.closing_at + STUCK_WRITE_S)
+        elif self.posted:
+            times.append(self.link_lost_at + LINK_LOST_EXIT_S)
+        else:
+            times.append(self.link_lost_at + LINK_LOST_HOLD_S)
+        return min(times, default=None)
+
+
+def started(ticket: Ticket, key: SequenceKey, num_tokens: int, rules: WriterRules, now: float) -> WritingTicket:
+    """The ticket as it is before its open is sent; it has a lease's time to be."""
+    return WritingTicket(ticket, key, rules, ticket.expected_positions(num_tokens), lease_until=now + LEASE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class PartReady:
+    positions: tuple[int, ...]
+    source_ids: tuple[int, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WasOpened:
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WasRefused:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WasRenewed:
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HasLanded:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class WasAborted:
+    """Decode wants no more of it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortWanted:
+    """Our side wants no more of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WroteDone:
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class WroteFailed:
+    part: int
+    error: str
+    posted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    """The peer's incarnation answered on a link: it lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = (
+    PartReady
+    | WasOpened
+    | WasRefused
+    | WasRenewed
+    | HasLanded
+    | WasAborted
+    | AbortWanted
+    | WroteDone
+    | WroteFailed
+    | LinkLost
+    | LinkOpened
+    | Tick
+)
