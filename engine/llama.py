@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,13 @@ class LinearFactory(Protocol):
     """Makes a callable out of a weight [out, in] and a bias [out]; may keep its own packed copy and drop ours."""
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
+
+
+@runtime_checkable
+class RowReader(Protocol):
+    """A linear layer that can give back rows of its weight: a tied embedding then needs no copy of its own."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +98,7 @@ class LlamaModel:
         self._rope = rope
         self._layers = [_load_layer(config, checkpoint, backends, i) for i in range(config.num_layers)]
         self._norm = checkpoint.tensor("model.norm.weight", torch.float32)
-        self._embeddings = checkpoint.tensor("model.embed_tokens.weight")
-        head = self._embeddings if config.tie_embeddings else checkpoint.tensor("lm_head.weight")
-        self._head = backends.linear(head, None)
+        self._embed, self._head = _load_ends(config, checkpoint, backends)
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
         """float32 logits [num_samples, vocab]; the KV of every row is in the pool afterwards.
@@ -101,7 +106,7 @@ class LlamaModel:
         pool is [num_blocks, kv_heads, layers, 2, block_size, head_dim].
         """
         eps, threads, dtype = self._config.rms_eps, self._backends.threads, self._backends.activation_dtype
-        residual = ops.embedding(batch.token_ids, self._embeddings, dtype)
+        residual = self._embed(batch.token_ids).to(dtype)
         attended = residual.new_empty(residual.shape[0], self._config.heads * self._config.head_dim)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps, threads=threads)
         for i, layer in enumerate(self._layers):
@@ -119,6 +124,15 @@ class LlamaModel:
             x[rows], residual[rows], self._norm, self._config.rms_eps, threads=self._backends.threads
         )
         return self._head(last).float()
+
+
+def _load_ends(config: ModelConfig, checkpoint: Checkpoint, backends: Backends) -> tuple[Linear, Linear]:
+    """Token ids [rows] -> embeddings [rows, hidden], and the head; one copy of a tied matrix where possible."""
+    table = checkpoint.tensor("model.embed_tokens.weight")
+    head = backends.linear(table if config.tie_embeddings else checkpoint.tensor("lm_head.weight"), None)
+    if config.tie_embeddings and isinstance(head, RowReader):
+        return head.rows, head
+    return lambda ids: ops.embedding(ids, table, backends.activation_dtype), head
 
 
 def _load_layer(config: ModelConfig, checkpoint: Checkpoint, backends: Backends, index: int) -> Layer:

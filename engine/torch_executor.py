@@ -1,0 +1,145 @@
+"""Runs plans on a real model: tensors of the step, forward pass, sampling. Knows neither scheduling nor sequences.
+
+Everything, the constructor too, is called from one thread, the engine's: torch keeps thread counts per thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import structlog
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.attention.cpu import cpu_attention
+from engine.attention.reference import ReferenceAttention
+from engine.linear import activation_dtype, backend_name, make_linear
+from engine.llama import Backends, LlamaModel
+from engine.memory import HostPool
+from engine.plan import Plan, Result
+from engine.rope import rope_table
+from engine.sampler import sample
+from engine.tensors import StepBatch, step_batch
+from engine.weights import Checkpoint
+from kvrelay.blocks import KVLayout
+from kvrelay.errors import Internal, InvalidArgument
+from kvrelay.models.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ATTENTIONS = ("auto", "cpu", "reference")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """How to run a model. dtype is that of weights and KV; num_blocks is the size of the pool."""
+
+    dtype: str = "bfloat16"
+    num_blocks: int = 1024
+    block_size: int = 16
+    threads: int = 1
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field, known in (("dtype", tuple(DTYPES)), ("attention", ATTENTIONS)):
+            if getattr(self, field) not in known:
+                raise InvalidArgument(
+                    f"{field} must be one of {', '.join(known)}, not {getattr(self, field)!r}", field=field
+                )
+        for field in ("num_blocks", "block_size", "threads"):
+            if getattr(self, field) < 1:
+                raise InvalidArgument(f"{field} must be at least 1, not {getattr(self, field)}", field=field)
+
+
+def model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
+    """The shape of this model's blocks."""
+    return KVLayout(
+        kv_heads=config.kv_heads,
+        layers=config.num_layers,
+        block_size=block_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+class TorchExecutor:
+    """Implements engine.executor.Executor with a model of a Hugging Face directory and a pool in host memory."""
+
+    def __init__(self, model_dir: str | Path, options: TorchOptions) -> None:
+        """Load the model; errors of the directory are those of ModelConfig.from_dir and Checkpoint.check."""
+        config = ModelConfig.from_dir(model_dir)
+        torch.set_num_threads(options.threads)
+        self.config = config
+        self.layout = model_layout(config, options.dtype, options.block_size)
+        backends = _backends(config, options)
+        # Positions past the pool's tokens can never be computed: Llama 3.1's full table would be 64 MB.
+        positions = min(config.max_positions, options.num_blocks * options.block_size)
+        with torch.inference_mode(), Checkpoint(Path(model_dir), DTYPES[options.dtype]) as checkpoint:
+            self._model = LlamaModel(config, checkpoint, backends, rope_table(config, positions))
+        self._positions = positions
+        self.pool = HostPool(self.layout, options.num_blocks)
+        self._kv: torch.Tensor | None = pool_tensor(self.pool, options.num_blocks)
+        _log.info(
+            "model loaded",
+            attention=backends.attention.name,
+            linear=backend_name(DTYPES[options.dtype]),
+            dtype=options.dtype,
+            threads=options.threads,
+        )
+
+    def run(self, plan: Plan) -> Result:
+        """Compute a step: KV of all its rows into the pool, one token for each slice that samples.
+
+        Blocks belong to the caller throughout. Internal: the plan does not fit the model, or logits are not finite.
+        """
+        assert self._kv is not None, "closed"
+        if not plan.slices:
+            return Result(plan.step_id, ())
+        with torch.inference_mode():
+            batch = step_batch(plan)
+            self._check(batch)
+            logits = self._model.forward(batch, self._kv)
+            draws = [(s.sampling, s.index) for s in plan.slices if s.samples]
+            return Result(plan.step_id, sample(logits, draws))
+
+    def close(self) -> None:
+        """Drop our view of the pool, then the pool. Nothing may write to it any more."""
+        self._kv = None
+        self.pool.close()
+
+    def _check(self, batch: StepBatch) -> None:
+        """Kernels read where ids and positions point: refuse what is outside instead of reading foreign memory."""
+        low, high = (int(x) for x in batch.token_ids.aminmax())
+        if low < 0 or high >= self.config.vocab:
+            raise Internal(f"token ids {low} .. {high} of a step are outside the vocabulary of {self.config.vocab}")
+        if (last := int(batch.context_lens.max())) > self._positions:
+            raise Internal(f"a step reaches position {last - 1}, the model or pool ends at {self._positions - 1}")
+
+
+def pool_tensor(pool: HostPool, num_blocks: int) -> torch.Tensor:
+    """The pool's memory as [num_blocks, kv_heads, layers, 2, block_size, head_dim]; it must outlive the tensor."""
+    memory = (ctypes.c_uint8 * pool.nbytes).from_address(pool.base)
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(DTYPES[pool.layout.dtype])
+    return flat.view(num_blocks, *pool.layout.shape)
+
+
+def _backends(config: ModelConfig, options: TorchOptions) -> Backends:
+    return Backends(
+        attention=_attention(config, options),
+        linear=partial(make_linear, threads=options.threads),
+        activation_dtype=activation_dtype(DTYPES[options.dtype]),
+        threads=options.threads,
+    )
+
+
+def _attention(config: ModelConfig, options: TorchOptions) -> AttentionBackend:
+    if options.attention == "reference":
+        return ReferenceAttention(config.heads, config.kv_heads, config.head_dim)
+    backend = cpu_attention(config.heads, config.kv_heads, config.head_dim, threads=options.threads)
+    if options.attention == "cpu" and isinstance(backend, ReferenceAttention):
+        raise InvalidArgument("attention cpu cannot run here; use auto or reference", field="attention")
+    return backend
