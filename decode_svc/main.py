@@ -1,0 +1,98 @@
+"""Composes a decode worker: the decode core on the engine thread, its services around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decode_svc.core import DecodeCore, DecodeParts
+from decode_svc.service import DecodeService
+from engine.block_pool import BlockPool
+from engine.executor import Executor
+from engine.scheduler import Budgets, Scheduler
+from kvrelay.config import WorkerConfig
+from kvrelay.errors import KVRelayError
+from kvrelay.link import LinkWelcome, PoolDescriptor
+from kvrelay.rpc.server import RpcServer
+from kvrelay.session import WorkerDescription
+from kvrelay.v1 import link_pb2_grpc, worker_pb2_grpc
+from kvtransfer.actions import Reply, Send
+from kvtransfer.receiver import ReceiverTable
+from worker.events import Core, OpenLink
+from worker.link_server import LinkServer
+from worker.roles import build_executor as build_from
+from worker.roles import identity_of
+from worker.session_hub import SessionHub
+from worker.shell import EXIT_CONFIG, Shell, log, run_shell
+from worker.transports import make_transport, transport_metadata
+from worker.wire import LinkService
+
+
+class _DecodeLinks:
+    def __init__(self, server: LinkServer) -> None:
+        self.server = server
+
+    def deliver(self, action: Reply | Send | OpenLink) -> None:
+        assert isinstance(action, Reply), f"decode does not {type(action).__name__}"
+        self.server.send(action.writer, action.message)
+
+    async def close(self) -> None:
+        self.server.end_all()
+
+
+class DecodeMain:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.identity = identity_of(config)
+
+    def build(self, shell: Shell) -> tuple[Core, Executor]:
+        config = self._config
+        executor = build_from(config)
+        pool = BlockPool(executor.pool.num_blocks)
+        budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
+        core = DecodeCore(
+            DecodeParts(
+                incarnation=shell.incarnation,
+                layout=executor.layout,
+                max_context=self.identity.max_context,
+                vocab_size=self.identity.vocab_size,
+                pool=pool,
+                scheduler=Scheduler(pool, config.block_size, budgets),
+                table=ReceiverTable(
+                    shell.incarnation,
+                    executor.layout.block_bytes,
+                    refuses_late=config.transport == "grpc",
+                    bytes_over_link=config.transport == "grpc",
+                ),
+                store=executor.pool,
+            )
+        )
+        return core, executor
+
+    def attach(self, shell: Shell, server: RpcServer, description: WorkerDescription, executor: Executor) -> None:
+        assert shell.transport is not None
+        pool = executor.pool
+        welcome = LinkWelcome(
+            worker_id=description.worker_id,
+            incarnation=shell.incarnation,
+            layout=executor.layout,
+            transport=self._config.transport,
+            pool=PoolDescriptor(pool.base, pool.block_bytes, pool.num_blocks),
+            transport_metadata=transport_metadata(shell.transport),
+        )
+        links = LinkServer(shell.mailbox, welcome, self.identity.fingerprint)
+        shell.links = _DecodeLinks(links)
+        shell.hub = SessionHub(shell.mailbox, description, shell.load)
+        server.add(
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server, DecodeService(shell.hub), "kvrelay.v1.DecodeService"
+        )
+        server.add(link_pb2_grpc.add_LinkServiceServicer_to_server, LinkService(links), "kvrelay.v1.LinkService")
+
+
+def run_decode(config: WorkerConfig, on_ready: Callable[[str], None]) -> int:
+    """Run a decode worker until SIGTERM or SIGINT; returns the exit code (see worker.shell)."""
+    try:
+        role = DecodeMain(config)
+    except KVRelayError as error:
+        log.error("cannot start", field=error.field, why=error.message)
+        return EXIT_CONFIG
+    return run_shell(config, role, make_transport, on_ready)

@@ -1,0 +1,106 @@
+"""Composes a prefill worker: the prefill core on the engine thread, its service and its links around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.block_pool import BlockPool
+from engine.executor import Executor
+from engine.scheduler import Budgets, Scheduler
+from kvrelay.config import WorkerConfig
+from kvrelay.errors import KVRelayError
+from kvrelay.link import LinkHello, LinkWelcome
+from kvrelay.requests import Incarnation
+from kvrelay.rpc.server import RpcServer
+from kvrelay.session import WorkerDescription
+from kvrelay.v1 import worker_pb2_grpc
+from kvtransfer.actions import Reply, Send
+from kvtransfer.writer import WriterTable
+from prefill_svc.core import PrefillCore, PrefillParts
+from prefill_svc.service import PrefillService
+from worker.events import Core, OpenLink
+from worker.link_client import LinkClient
+from worker.roles import build_executor as build_from
+from worker.roles import identity_of
+from worker.session_hub import SessionHub
+from worker.shell import EXIT_CONFIG, Shell, log, run_shell
+from worker.transports import add_peer, drop_peer, make_transport
+from worker.wire import dial_link
+
+
+class _PrefillLinks:
+    def __init__(self, client: LinkClient) -> None:
+        self.client = client
+
+    def deliver(self, action: Reply | Send | OpenLink) -> None:
+        if isinstance(action, OpenLink):
+            self.client.ensure(action)
+        else:
+            assert isinstance(action, Send), f"prefill does not {type(action).__name__}"
+            self.client.send(action.peer, action.message)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+class PrefillMain:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.identity = identity_of(config)
+
+    def build(self, shell: Shell) -> tuple[Core, Executor]:
+        config = self._config
+        executor = build_from(config)
+        pool = BlockPool(executor.pool.num_blocks)
+        budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
+        core = PrefillCore(
+            PrefillParts(
+                layout=executor.layout,
+                max_context=self.identity.max_context,
+                vocab_size=self.identity.vocab_size,
+                transport=config.transport,
+                pool=pool,
+                scheduler=Scheduler(pool, config.block_size, budgets),
+                table=WriterTable(
+                    shell.incarnation, executor.layout.block_bytes, refuses_late=config.transport == "grpc"
+                ),
+            )
+        )
+        return core, executor
+
+    def attach(self, shell: Shell, server: RpcServer, description: WorkerDescription, executor: Executor) -> None:
+        hello = LinkHello(
+            worker_id=description.worker_id,
+            incarnation=shell.incarnation,
+            decode_incarnation=Incarnation(""),
+            model_fingerprint=self.identity.fingerprint,
+            layout=executor.layout,
+            transport=self._config.transport,
+        )
+
+        async def tell_transport(welcome: LinkWelcome) -> None:
+            assert shell.transport is not None
+            await asyncio.get_running_loop().run_in_executor(None, add_peer, shell.transport, welcome)
+
+        def forget(peer: Incarnation) -> None:
+            assert shell.transport is not None
+            drop_peer(shell.transport, peer)
+
+        shell.links = _PrefillLinks(LinkClient(shell.mailbox, hello, dial_link, tell_transport, forget))
+        shell.hub = SessionHub(shell.mailbox, description, shell.load)
+        server.add(
+            worker_pb2_grpc.add_PrefillServiceServicer_to_server,
+            PrefillService(shell.hub),
+            "kvrelay.v1.PrefillService",
+        )
+
+
+def run_prefill(config: WorkerConfig, on_ready: Callable[[str], None]) -> int:
+    """Run a prefill worker until SIGTERM or SIGINT; returns the exit code (see worker.shell)."""
+    try:
+        role = PrefillMain(config)
+    except KVRelayError as error:
+        log.error("cannot start", field=error.field, why=error.message)
+        return EXIT_CONFIG
+    return run_shell(config, role, make_transport, on_ready)

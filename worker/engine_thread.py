@@ -1,0 +1,109 @@
+"""The engine thread: takes events, plans, runs, applies, hands actions out. It waits for nothing but its mailbox.
+
+The life of one turn:
+1. take everything from the mailbox (waiting only when there is nothing to compute, and never past the next timer);
+2. let the core handle each event;
+3. hand out what follows (tickets granted, aborts, parts to post) before computing, so that sends overlap the step;
+4. schedule one step, run it, apply the result;
+5. hand out the step's reports and parts.
+
+Any exception ends the process: a dead engine thread must never look like an idle one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from engine.executor import Executor
+from kvrelay.session import Load
+from worker.events import Action, Core, Event
+from worker.mailbox import Mailbox
+
+MAX_IDLE_S = 0.5
+
+
+class EngineThread:
+    """Owns the core and the executor. `deliver` gets the actions of a turn; it must not block."""
+
+    def __init__(
+        self,
+        build: Callable[[], tuple[Core, Executor]],
+        mailbox: Mailbox[Event],
+        deliver: Callable[[list[Action]], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._build = build
+        self._mailbox = mailbox
+        self._deliver = deliver
+        self._on_death = on_death
+        self._built = threading.Event()
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._core: Core | None = None
+        self.progress_at = time.monotonic()
+        """When the thread last finished a turn; a step that hangs lets it grow old."""
+        self.load: Load | None = None
+        """As of the last turn: an immutable value that other threads may read."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, timeout_s: float) -> Core:
+        """Start the thread and wait until core and executor are built; raises what building them raised."""
+        self._thread.start()
+        if not self._built.wait(timeout_s):
+            raise TimeoutError(f"the engine was not ready within {timeout_s:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+        assert self._core is not None
+        return self._core
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after its current step."""
+        self._stopping.set()
+        self._mailbox.close()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._core, executor = self._build()
+            self.load = self._core.load(time.monotonic())
+        except BaseException as error:
+            self._failure = error
+            self._built.set()
+            return
+        self._built.set()
+        try:
+            self._loop(self._core, executor)
+        except BaseException as error:
+            self._on_death(error)
+        finally:
+            executor.close()
+
+    def _loop(self, core: Core, executor: Executor) -> None:
+        busy = False
+        while not self._stopping.is_set():
+            for event in self._mailbox.take(self._patience(core, busy)):
+                core.handle(event, time.monotonic())
+            plan = core.schedule(time.monotonic())
+            self._hand_out(core)
+            if plan is not None:
+                result = executor.run(plan)
+                core.apply(plan, result, time.monotonic())
+                self._hand_out(core)
+            busy = plan is not None
+            self.progress_at = time.monotonic()
+            self.load = core.load(self.progress_at)
+
+    def _hand_out(self, core: Core) -> None:
+        actions = core.actions(time.monotonic())
+        if actions:
+            self._deliver(actions)
+
+    @staticmethod
+    def _patience(core: Core, busy: bool) -> float:
+        if busy:
+            return 0.0
+        due = core.next_wake()
+        return MAX_IDLE_S if due is None else min(MAX_IDLE_S, max(0.0, due - time.monotonic()))

@@ -1,0 +1,130 @@
+"""What the engine thread is told and what it wants done: the values between a role's core and the world around it.
+
+Nothing here knows sockets, threads or clocks. Sessions, links and transports only ever post events; the core answers
+with actions, and the shell carries them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.plan import Plan, Result
+from kvrelay.link import ToDecode, ToPrefill
+from kvrelay.requests import Incarnation, SessionId, WorkerId
+from kvrelay.session import Command, Load, Report
+from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
+from kvtransfer.transports.base import TransportEvent
+
+# Events: the world -> core
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    session: SessionId
+    coordinator_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The session's end is an abort for everything that was opened through it. May come twice."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class CommandReceived:
+    session: SessionId
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    """Both sides have greeted each other."""
+
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class FromPrefill:
+    """A message over a prefill worker's link (decode side), after its hello."""
+
+    writer: Incarnation
+    message: ToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class FromDecode:
+    """A message over the link to a decode worker (prefill side), after its welcome."""
+
+    peer: Incarnation
+    message: ToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """by_kernel: the peer's kernel closed the connection (end of file or reset), so its process holds it no more."""
+
+    peer: Incarnation
+    by_kernel: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportHappened:
+    event: TransportEvent
+
+
+Event = (
+    SessionOpened
+    | SessionClosed
+    | CommandReceived
+    | LinkOpened
+    | FromPrefill
+    | FromDecode
+    | LinkClosed
+    | TransportHappened
+)
+
+
+# Actions: core -> the world
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    session: SessionId
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """Make sure that there is a link to this decode worker, dialling it if need be."""
+
+    peer: Incarnation
+    worker_id: WorkerId
+    address: str
+
+
+Action = SendReport | OpenLink | Reply | Send | Post | Expect | Unexpect | ExitProcess
+
+
+class Core(Protocol):
+    """One role's life on the engine thread. Everything it owns is touched by that thread alone."""
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take one event in. What follows from it is collected for `actions`."""
+        ...
+
+    def schedule(self, now: float) -> Plan | None: ...
+
+    def apply(self, plan: Plan, result: Result, now: float) -> None: ...
+
+    def actions(self, now: float) -> list[Action]:
+        """Run the timers that are due, then all there is to do since the last call; at most one report a session."""
+        ...
+
+    def next_wake(self) -> float | None:
+        """When a timer of the core is due next."""
+        ...
+
+    def load(self, now: float) -> Load: ...

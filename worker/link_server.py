@@ -1,0 +1,130 @@
+"""Decode's end of its links: greets prefill workers, passes their messages to the engine. No protos, no block states.
+
+One link per prefill incarnation. A link that ends, for whatever reason on the other side, is reported as closed by the
+peer's kernel: a prefill worker closes its call only by ending (see worker.link_client), so that nothing of it can
+write any more when the end of the stream is seen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import structlog
+
+from kvrelay.blocks import KVLayout, require_same
+from kvrelay.errors import FailedPrecondition, InvalidArgument, LayoutMismatch
+from kvrelay.link import BlockData, LinkHello, LinkWelcome, ToDecode, ToPrefill
+from kvrelay.requests import Incarnation
+from kvrelay.session import PROTOCOL_VERSION
+from worker.events import Event, FromPrefill, LinkClosed, LinkOpened
+from worker.mailbox import Mailbox
+
+log = structlog.get_logger("worker.link")
+
+HELLO_TIMEOUT_S = 5.0
+MAX_UNREAD = 65_536
+"""Messages to one prefill worker that may wait; they are small, and one more means that it reads nothing."""
+
+WriteMessage = Callable[[ToPrefill], Awaitable[None]]
+
+
+class LinkServer:
+    """All links of a decode worker, on its event loop."""
+
+    def __init__(self, mailbox: Mailbox[Event], welcome: LinkWelcome, model_fingerprint: str) -> None:
+        self._mailbox = mailbox
+        self._welcome = welcome
+        self._fingerprint = model_fingerprint
+        self._queues: dict[Incarnation, asyncio.Queue[ToPrefill | None]] = {}
+
+    def send(self, writer: Incarnation, message: ToPrefill) -> None:
+        """Queue a message; dropped when that link is gone. A link whose queue overflows is ended."""
+        queue = self._queues.get(writer)
+        if queue is None:
+            return
+        if queue.qsize() >= MAX_UNREAD:
+            self._queues.pop(writer)
+            queue.put_nowait(None)
+            return
+        queue.put_nowait(message)
+
+    def end_all(self) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+    async def serve(self, messages: AsyncIterator[ToDecode], write: WriteMessage) -> None:
+        """Run one link to its end. Raises FailedPrecondition or InvalidArgument when it cannot begin."""
+        hello = await self._greet(messages)
+        writer = hello.incarnation
+        if writer in self._queues:
+            raise FailedPrecondition(f"{hello.worker_id} has a link already", field="link.hello.incarnation")
+        queue: asyncio.Queue[ToPrefill | None] = asyncio.Queue()
+        self._queues[writer] = queue
+        log.info("link opened", prefill=hello.worker_id, incarnation=writer)
+        reader = asyncio.ensure_future(self._read(writer, messages))
+        reader.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            await write(self._welcome)
+            self._mailbox.post(LinkOpened(writer))
+            while (message := await queue.get()) is not None:
+                await write(message)
+        finally:
+            self._queues.pop(writer, None)
+            reader.cancel()
+            self._mailbox.post(LinkClosed(writer, by_kernel=True))
+            await asyncio.gather(reader, return_exceptions=True)
+            log.info("link closed", prefill=hello.worker_id, incarnation=writer)
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            raise error
+
+    async def _greet(self, messages: AsyncIterator[ToDecode]) -> LinkHello:
+        try:
+            hello = await asyncio.wait_for(anext(messages), HELLO_TIMEOUT_S)
+        except StopAsyncIteration:
+            raise InvalidArgument("the link ended before hello", field="link.hello") from None
+        if not isinstance(hello, LinkHello):
+            raise InvalidArgument("a link begins with hello", field="link.hello")
+        check_hello(hello, self._welcome, self._fingerprint)
+        return hello
+
+    async def _read(self, writer: Incarnation, messages: AsyncIterator[ToDecode]) -> None:
+        async for message in messages:
+            if isinstance(message, LinkHello):
+                raise InvalidArgument("hello was already said", field="link.hello")
+            if isinstance(message, BlockData):
+                await self._room()
+                self._mailbox.post(FromPrefill(writer, message), len(message.data))
+            else:
+                self._mailbox.post(FromPrefill(writer, message))
+
+    async def _room(self) -> None:
+        """Until the engine has taken what it was given: the stream's own flow control holds the sender meanwhile."""
+        loop = asyncio.get_running_loop()
+        taken = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(taken.set)
+
+        while not self._mailbox.has_room():
+            taken.clear()
+            self._mailbox.when_taken(wake)
+            await taken.wait()
+
+
+def check_hello(hello: LinkHello, mine: LinkWelcome, fingerprint: str) -> None:
+    """Raise FailedPrecondition, naming the field and both values, unless the two workers pair."""
+    if hello.decode_incarnation != mine.incarnation:
+        raise FailedPrecondition(
+            f"incarnation differs: {mine.incarnation} here, {hello.decode_incarnation} wanted", field="incarnation"
+        )
+    pairs = {
+        "protocol_version": (PROTOCOL_VERSION, hello.protocol_version),
+        "model_fingerprint": (fingerprint, hello.model_fingerprint),
+        "transport": (mine.transport, hello.transport),
+    }
+    for name, (here, there) in pairs.items():
+        if here != there:
+            raise LayoutMismatch(f"{name} differs: {here} here, {there} there", field=name)
+    layout: KVLayout = mine.layout
+    require_same(layout, hello.layout, "layout")

@@ -1,0 +1,65 @@
+"""Tells every coordinator where this worker is, once a second: discovery only, the sessions say who is alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from kvrelay.errors import FailedPrecondition, InvalidArgument, KVRelayError
+from kvrelay.rpc.announce import announce
+from kvrelay.rpc.channel import open_channel
+from kvrelay.session import WorkerDescription
+
+log = structlog.get_logger("worker.registration")
+
+INTERVAL_S = 1.0
+
+
+class Registration:
+    """One task per coordinator. When every coordinator has refused the worker, `on_refused` is called once with why."""
+
+    def __init__(
+        self, description: WorkerDescription, coordinators: Sequence[str], on_refused: Callable[[str], None]
+    ) -> None:
+        self._description = description
+        self._on_refused = on_refused
+        self._refusals: dict[str, str | None] = dict.fromkeys(coordinators)
+        self._tasks = [asyncio.ensure_future(self._keep_telling(address)) for address in self._refusals]
+
+    async def leave(self) -> None:
+        """Stop announcing and tell every coordinator, once and as far as it listens, that the worker goes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._say_goodbye(address) for address in self._refusals), return_exceptions=True)
+
+    async def _say_goodbye(self, address: str) -> None:
+        async with open_channel(address) as channel:
+            await announce(channel, self._description, leaving=True)
+
+    async def _keep_telling(self, address: str) -> None:
+        known = ""
+        async with open_channel(address) as channel:
+            while True:
+                try:
+                    told = await announce(channel, self._description)
+                    if told != known:
+                        log.info("registered", coordinator=told, address=address)
+                    known, self._refusals[address] = told, None
+                except (FailedPrecondition, InvalidArgument) as error:
+                    self._refused(address, error)
+                    known = ""
+                except KVRelayError as error:
+                    if known:
+                        log.warning("coordinator not reached", address=address, why=error.message)
+                    known = ""
+                await asyncio.sleep(INTERVAL_S)
+
+    def _refused(self, address: str, error: KVRelayError) -> None:
+        if self._refusals[address] is None:
+            log.error("refused", coordinator=address, field=error.field, why=error.message)
+        self._refusals[address] = error.message
+        if all(why is not None for why in self._refusals.values()):
+            self._on_refused(f"refused by {address}: {error.message}")

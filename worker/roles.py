@@ -1,0 +1,90 @@
+"""What both roles' mains share: model facts, executor, transport, all from one configuration. Knows no services."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from engine.executor import Executor
+from kvrelay.blocks import KVLayout
+from kvrelay.config import WorkerConfig
+from kvrelay.errors import InvalidArgument, NotFound
+from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
+from kvrelay.models.catalog import resolve
+from kvrelay.models.config import ModelConfig, fingerprint
+from kvrelay.session import ModelIdentity
+
+MIB = 1024 * 1024
+HASH_BLOCKS = 4096
+"""Blocks of a pool whose size is not configured, for executors whose blocks weigh nearly nothing."""
+
+
+def identity_of(config: WorkerConfig) -> ModelIdentity:
+    """What this worker serves. Raises NotFound or InvalidArgument when the model directory is not usable."""
+    if config.executor != "torch":
+        return builtin_identity(config.executor)
+    directory = resolve(config.model)
+    facts = ModelConfig.from_dir(directory)
+    return ModelIdentity(
+        model_id=model_id_of(config.model),
+        fingerprint=fingerprint(directory),
+        vocab_size=facts.vocab,
+        max_context=facts.max_positions,
+    )
+
+
+def model_id_of(model: str) -> str:
+    """The name clients use: the catalogue's id, or the last part of a directory's path."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def build_executor(config: WorkerConfig) -> Executor:
+    """The configured executor with its pool. Called on the thread that will run it."""
+    if config.executor == "torch":
+        return _torch_executor(config)
+    num_blocks = config.num_blocks or HASH_BLOCKS
+    if config.executor == "hash":
+        from engine.hash_executor import HashExecutor
+
+        return HashExecutor(num_blocks, config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, config.step_seconds, time.sleep)
+    from engine.scripted_executor import ScriptedExecutor
+
+    script = read_script(config.script)
+    try:
+        return ScriptedExecutor(
+            num_blocks, script, config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, config.step_seconds, time.sleep
+        )
+    except ValueError as error:
+        raise InvalidArgument(f"{config.script}: {error}", field="script") from error
+
+
+def _torch_executor(config: WorkerConfig) -> Executor:
+    from engine.torch_executor import TorchExecutor, TorchOptions, model_layout
+
+    directory = resolve(config.model)
+    layout: KVLayout = model_layout(ModelConfig.from_dir(directory), config.dtype, config.block_size)
+    num_blocks = config.num_blocks or max(1, config.pool_mb * MIB // layout.block_bytes)
+    options = TorchOptions(
+        dtype=config.dtype,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        threads=config.threads,
+        attention=config.attention,
+    )
+    return TorchExecutor(directory, options)
+
+
+def read_script(path: str) -> list[int]:
+    """Token ids of the scripted executor: a JSON list in a file."""
+    if not path:
+        raise InvalidArgument("the scripted executor needs a file with a JSON list of token ids", field="script")
+    try:
+        ids = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise NotFound(f"no such file: {path}", field="script") from None
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path}: {error}", field="script") from error
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise InvalidArgument(f"{path} is not a JSON list of token ids", field="script")
+    return ids
