@@ -1,0 +1,76 @@
+"""Chat templates in a sandbox. Knows no tokenizer: turns messages into the text that a model was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvrelay.errors import InvalidArgument
+
+
+class ChatTemplate:
+    """One model's template; `render` raises InvalidArgument(field="chat") with the template's own words."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _raise
+        environment.filters["tojson"] = _tojson
+        self._tokens = tokens
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise InvalidArgument(f"the model's chat template is broken: {error}", field="model") from error
+
+    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+        """messages: (role, content). The text ends where the assistant is to go on."""
+        dicts = [{"role": role, "content": content} for role, content in messages]
+        try:
+            return self._template.render(messages=dicts, add_generation_prompt=True, tools=None, **self._tokens)
+        except Exception as error:  # a template may fail in any way on messages that it does not like
+            raise InvalidArgument(f"the chat template refused the messages: {error}", field="chat") from error
+
+
+def load_template(directory: Path) -> ChatTemplate | None:
+    """From chat_template.jinja, else from tokenizer_config.json (`default` of several); None without one."""
+    config = directory / "tokenizer_config.json"
+    settings: dict[str, Any] = {}
+    if config.is_file():
+        try:
+            settings = json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InvalidArgument(f"{config}: not JSON: {error}", field="model") from error
+    file = directory / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else _default(settings.get("chat_template"))
+    if source is None:
+        return None
+    tokens = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    return ChatTemplate(source, tokens)
+
+
+def _default(templates: Any) -> str | None:
+    if isinstance(templates, list):
+        named = {t["name"]: t["template"] for t in templates}
+        return named.get("default")
+    return templates if isinstance(templates, str) else None
+
+
+def _content(token: Any) -> str:
+    """A special token is a string or an object with `content`."""
+    if isinstance(token, dict):
+        return str(token.get("content", ""))
+    return token if isinstance(token, str) else ""
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """Without HTML escapes, as models were trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,331 @@
+"""The life of one request as a pure function: (state, event, now) -> (state, actions). Knows no I/O and no text.
+
+1. QUEUED      waits for a placement
+2. RESERVING   decode was asked for blocks (skipped when token 0 is all there is)
+3. PREFILLING  prefill computes the prompt; decode's blocks fill meanwhile
+4. DECODING    token 0 is journaled and Start is sent; the blocks may or may not have landed
+5. ENDED       exactly one Finish or Fail was returned; nothing that comes later has an effect
+
+A token counts only if its attempt is current, it comes from the worker whose turn it is, and its index is the number
+of tokens journaled. Each new placement is a new attempt; what an older one still says is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from coordinator.events import (
+    Action,
+    ClientGone,
+    DeadlinePassed,
+    Drop,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    LandedAt,
+    Place,
+    PushedBy,
+    ReaderTooSlow,
+    RefusedBy,
+    ReleasePlacement,
+    Requeue,
+    ReservedBy,
+    SendCommand,
+    StopStringHit,
+    StreamFailed,
+    TokenArrived,
+    WorkerEnded,
+    WorkerLost,
+    error_named,
+)
+from coordinator.states import Phase, State
+from kvrelay import errors
+from kvrelay.requests import FinishReason, Role, WorkerId
+from kvrelay.session import Abort, Destination, Prefill, Reserve, Start, Work
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 1.0
+WORKER_EXTRA_S = 1.0
+"""Workers get this much more time than the client: the coordinator enforces the deadline, they only back it up."""
+
+
+Step = tuple[State, list[Action]]
+
+
+def step(state: State, event: Event, now: float) -> Step:
+    """The one door: what `event` does to `state`. Never raises for anything that a worker or a client may cause."""
+    return TABLE[state.phase, type(event)](state, event, now)
+
+
+def accepts(state: State, event: TokenArrived) -> bool:
+    """Whether `step` would journal this token. The caller looks at its text only then."""
+    if state.placement is None or event.attempt != state.attempt or event.index != state.num_tokens:
+        return False
+    if state.phase is Phase.DECODING:
+        return event.worker == state.placement.decode
+    return state.phase is Phase.PREFILLING and event.worker == state.placement.prefill
+
+
+# QUEUED
+
+
+def _place(state: State, event: Place, now: float) -> Step:
+    placement = event.placement
+    if placement is None:
+        return state, []
+    state = replace(
+        state, placement=placement, tokens_so_far=event.tokens_so_far, prefill_ended=placement.prefill is None
+    )
+    work = _work(state, now)
+    if placement.decode is None:
+        assert placement.prefill is not None
+        state = replace(state, phase=Phase.PREFILLING, decode_ended=True)
+        return state, [SendCommand(placement.prefill, Prefill(work, None))]
+    reserve = Reserve(work, local_prefill=placement.prefill is None)
+    return replace(state, phase=Phase.RESERVING), [SendCommand(placement.decode, reserve)]
+
+
+# RESERVING
+
+
+def _reserved(state: State, event: ReservedBy, now: float) -> Step:
+    placement = state.placement
+    if placement is None or event.attempt != state.attempt or event.worker != placement.decode:
+        return _drop(state, event, now)
+    if placement.prefill is None:
+        return replace(state, phase=Phase.DECODING, landed=True), []
+    destination = Destination(placement.decode, placement.decode_address, event.ticket)
+    command = Prefill(_work(state, now), destination)
+    return replace(state, phase=Phase.PREFILLING), [SendCommand(placement.prefill, command)]
+
+
+def _refused(state: State, event: RefusedBy, now: float) -> Step:
+    """No room at this moment sends the request back to the queue; any other refusal is the client's answer."""
+    role = _role_of(state, event.worker, event.attempt)
+    if role is None:
+        return _drop(state, event, now)
+    state = _mark_ended(state, role)
+    if event.code == errors.ResourceExhausted.__name__:
+        return _back_to_queue(state, now)
+    return _end(state, Fail(error_named(event.code, event.message, event.field, event.retry_after_s)))
+
+
+def _back_to_queue(state: State, now: float) -> Step:
+    wait = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(state.refusals, 16))
+    actions = [*_aborts(state), ReleasePlacement(state.prefiller(), state.decoder()), Requeue(now + wait)]
+    fresh = State(
+        state.facts,
+        attempt=state.attempt + 1,
+        num_tokens=state.num_tokens,
+        refusals=state.refusals + 1,
+    )
+    return fresh, actions
+
+
+# PREFILLING and DECODING
+
+
+def _token(state: State, event: TokenArrived | StopStringHit, now: float) -> Step:
+    if not accepts(state, event):  # type: ignore[arg-type]  # both events have the fields it reads
+        return _drop(state, event, now)
+    emit = Emit(event.index, event.token_id)
+    reason = state.facts.stop.finish_of(event.index, event.token_id)
+    by_text = type(event) is StopStringHit
+    counted = _counted(state)
+    if by_text or reason is not None:
+        return _finish(counted, emit, FinishReason.STOP if by_text else reason, by_text)
+    if state.phase is Phase.DECODING:
+        return counted, [emit]
+    return _start(counted, emit)
+
+
+def _counted(state: State) -> State:
+    """One token more; a token of decode proves that the blocks landed. Spelled out: this runs once per token."""
+    return State(
+        state.facts,
+        state.phase,
+        state.attempt,
+        state.num_tokens + 1,
+        state.placement,
+        state.tokens_so_far,
+        state.landed or state.phase is Phase.DECODING,
+        state.prefill_ended,
+        state.decode_ended,
+        state.refusals,
+    )
+
+
+def _start(state: State, emit: Emit) -> Step:
+    """Token 0 of this attempt is in and the request goes on: decode may run once the blocks landed."""
+    placement = state.placement
+    assert placement is not None
+    assert placement.decode is not None, "a request placed on prefill alone ends with its token"
+    start = Start(state.facts.request_id, state.attempt, (emit.token_id,))
+    actions: list[Action] = [emit, SendCommand(placement.decode, start), ReleasePlacement(placement.prefill, None)]
+    return replace(state, phase=Phase.DECODING), actions
+
+
+def _finish(state: State, emit: Emit, reason: FinishReason | None, by_text: bool) -> Step:
+    """Ends well. A worker whose own rule was met by its own token ends by itself; the others get an Abort."""
+    assert reason is not None
+    if state.phase is Phase.DECODING and not by_text:
+        state = replace(state, decode_ended=True)
+    elif state.decoder() is None:
+        state = replace(state, prefill_ended=True)
+    ended, actions = _end(state, Finish(reason))
+    return ended, [emit, *actions]
+
+
+def _landed(state: State, event: LandedAt, now: float) -> Step:
+    if _role_of(state, event.worker, event.attempt) is None:
+        return _drop(state, event, now)
+    return replace(state, landed=True), []
+
+
+def _pushed(state: State, event: PushedBy, now: float) -> Step:
+    """Only a measurement: the caller keeps it for the trace."""
+    if _role_of(state, event.worker, event.attempt) is not Role.PREFILL:
+        return _drop(state, event, now)
+    return state, []
+
+
+def _worker_ended(state: State, event: WorkerEnded, now: float) -> Step:
+    """Fine for a prefill worker that did its part; anything else means that the tokens will not come."""
+    role = _role_of(state, event.worker, event.attempt)
+    if role is None:
+        return _drop(state, event, now)
+    state = _mark_ended(state, role)
+    if role is Role.PREFILL and state.phase is Phase.DECODING and (event.reason in ("stop", "length") or state.landed):
+        return state, []
+    return _end(state, Fail(_error_of_end(event, role)))
+
+
+def _error_of_end(event: WorkerEnded, role: Role) -> errors.KVRelayError:
+    who = f"{role} worker {event.worker}"
+    if event.reason == "failed":
+        return error_named(event.code, f"{who}: {event.message}")
+    if event.reason == "aborted":
+        return errors.Unavailable(f"{who} gave the request up: {event.message or 'aborted'}")
+    return errors.Internal(f"{who} ended the sequence ({event.reason}) before the request was complete")
+
+
+def _worker_lost(state: State, event: WorkerLost, now: float) -> Step:
+    """Where a move to another placement will start. A prefill worker whose blocks have all landed is not missed."""
+    role = _role_of(state, event.worker, state.attempt)
+    if role is None:
+        return _drop(state, event, now)
+    state = _mark_ended(state, role)
+    if role is Role.PREFILL and state.phase is Phase.DECODING and state.landed:
+        return state, []
+    return _end(state, Fail(errors.Unavailable(f"{role} worker {event.worker} was lost", retry_after_s=1.0)))
+
+
+# Every phase
+
+
+def _client_gone(state: State, event: ClientGone, now: float) -> Step:
+    return _end(state, Fail(errors.Cancelled("the client left")))
+
+
+def _deadline_passed(state: State, event: DeadlinePassed, now: float) -> Step:
+    return _end(state, Fail(errors.DeadlineExceeded(f"deadline passed while {state.phase.value}")))
+
+
+def _reader_too_slow(state: State, event: ReaderTooSlow, now: float) -> Step:
+    return _end(state, Fail(errors.ResourceExhausted("the reader is too slow; its stream was cut")))
+
+
+def _stream_failed(state: State, event: StreamFailed, now: float) -> Step:
+    return _end(state, Fail(event.error))
+
+
+def _drop(state: State, event: Event, now: float) -> Step:
+    return state, [Drop(type(event).__name__)]
+
+
+def _end(state: State, last: Finish | Fail) -> Step:
+    """Tells every worker that may still hold something, gives the placement back, says the one last word."""
+    actions: list[Action] = [*_aborts(state)]
+    if state.placement is not None:
+        actions.append(ReleasePlacement(state.prefiller(), state.decoder()))
+    actions.append(last)
+    return replace(state, phase=Phase.ENDED), actions
+
+
+def _aborts(state: State) -> list[Action]:
+    """Decode first: its blocks are what others wait for. In RESERVING prefill has not heard of the attempt yet."""
+    abort = Abort(state.facts.request_id, state.attempt)
+    actions: list[Action] = []
+    decode, prefill = state.decoder(), state.prefiller()
+    if decode is not None and not state.decode_ended:
+        actions.append(SendCommand(decode, abort))
+    if prefill is not None and not state.prefill_ended and state.phase is not Phase.RESERVING:
+        actions.append(SendCommand(prefill, abort))
+    return actions
+
+
+def _mark_ended(state: State, role: Role) -> State:
+    return replace(state, prefill_ended=True) if role is Role.PREFILL else replace(state, decode_ended=True)
+
+
+def _role_of(state: State, worker: WorkerId, attempt: int) -> Role | None:
+    """The role this worker has in the current attempt, None if it has none or speaks of another attempt."""
+    if state.placement is None or attempt != state.attempt:
+        return None
+    return state.placement.role_of(worker)
+
+
+def _work(state: State, now: float) -> Work:
+    facts = state.facts
+    left = None if facts.deadline_at is None else max(0.0, facts.deadline_at - now) + WORKER_EXTRA_S
+    return Work(
+        request_id=facts.request_id,
+        attempt=state.attempt,
+        token_ids=facts.prompt_ids + state.tokens_so_far,
+        num_prompt_tokens=len(facts.prompt_ids),
+        sampling=facts.sampling,
+        stop=facts.stop,
+        tenant=facts.tenant,
+        cache_salt=facts.cache_salt,
+        deadline_s=left,
+        traceparent=facts.traceparent,
+    )
+
+
+_ALWAYS: dict[type, Callable[[State, Any, float], Step]] = {
+    ClientGone: _client_gone,
+    DeadlinePassed: _deadline_passed,
+    ReaderTooSlow: _reader_too_slow,
+    StreamFailed: _stream_failed,
+}
+_WITH_WORKERS: dict[type, Callable[[State, Any, float], Step]] = {
+    **_ALWAYS,
+    Place: _drop,
+    ReservedBy: _drop,
+    RefusedBy: _refused,
+    WorkerEnded: _worker_ended,
+    WorkerLost: _worker_lost,
+    LandedAt: _drop,
+    PushedBy: _drop,
+    TokenArrived: _drop,
+    StopStringHit: _drop,
+}
+_RUNNING: dict[type, Callable[[State, Any, float], Step]] = {
+    **_WITH_WORKERS,
+    TokenArrived: _token,
+    StopStringHit: _token,
+    LandedAt: _landed,
+    PushedBy: _pushed,
+}
+_ROWS: dict[Phase, dict[type, Callable[[State, Any, float], Step]]] = {
+    Phase.QUEUED: {**dict.fromkeys(_WITH_WORKERS, _drop), **_ALWAYS, Place: _place},
+    Phase.RESERVING: {**_WITH_WORKERS, ReservedBy: _reserved},
+    Phase.PREFILLING: _RUNNING,
+    Phase.DECODING: _RUNNING,
+    Phase.ENDED: dict.fromkeys(_WITH_WORKERS, _drop),
+}
+TABLE = {(phase, event): row for phase, rows in _ROWS.items() for event, row in rows.items()}
+"""(phase, event type) -> what happens. Every pair is in it; a test walks them all."""

@@ -1,0 +1,164 @@
+"""Text <-> token ids and chat templates, for Hugging Face tokenizers and for plain bytes. Knows no requests, no wires.
+
+Uses the `tokenizers` library and jinja2 alone: a coordinator does not need transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import AddedToken, Tokenizer
+
+from coordinator.chat import ChatTemplate, load_template
+from coordinator.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from kvrelay.errors import InvalidArgument, NotFound
+
+LONG_TEXT = 32 * 1024
+"""Characters from which on a text is encoded in a thread: an event loop must not stand still for it."""
+BYTE_VOCAB = 258
+BYTE_EOS = 256
+BYTE_BOS = 257
+
+
+class TextCodec(Protocol):
+    """One model's tokenizer. Ids given to `decode` must lie in the vocabulary."""
+
+    vocab_size: int
+    template: ChatTemplate | None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+class ByteCodec:
+    """For executors without a model: ids 0..255 are bytes, 256 is EOS, 257 is BOS and is never added."""
+
+    vocab_size = BYTE_VOCAB
+    template: ChatTemplate | None = None
+
+    def __init__(self) -> None:
+        self._table = [bytes([i]) for i in range(256)] + [b""] * (BYTE_VOCAB - 256)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self._table[i] for i in token_ids).decode("utf-8", "replace")
+
+    def detokenizer(self) -> Detokenizer:
+        return ByteDetokenizer(self._table)
+
+
+class HuggingFaceCodec:
+    """A tokenizer.json with the chat template beside it. Special tokens have no text."""
+
+    def __init__(self, directory: str | Path, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = _load(Path(directory) / "tokenizer.json")
+        self.template = load_template(Path(directory))
+        self._table, self._strip_first_space = _byte_table(self._tokenizer, vocab_size)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """What `detokenizer` streams, in one piece."""
+        detokenizer = self.detokenizer()
+        pieces = [detokenizer.push(i) for i in token_ids]
+        return "".join(pieces) + detokenizer.flush()
+
+    def detokenizer(self) -> Detokenizer:
+        if self._table is not None:
+            return ByteDetokenizer(self._table, self._strip_first_space)
+        return WindowDetokenizer(lambda ids: self._tokenizer.decode(list(ids)), self.vocab_size)
+
+
+class Tokenizing:
+    """Owns the one thread that encodes long texts; `close` ends it."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.codec = codec
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self.codec.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.codec.encode, text, add_special_tokens)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _load(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise NotFound(f"{path}: no such file", field="model")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for a file it cannot read
+        raise InvalidArgument(f"{path}: not a tokenizer: {error}", field="model") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _byte_table(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes] | None, bool]:
+    """(token id -> bytes, whether the first space of a text is stripped); None where tokens are not fixed bytes."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if decoder.get("type") == "ByteLevel":
+        return _table(tokenizer, vocab_size, _byte_level_piece), False
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else []
+    if [s.get("type") for s in steps[:3]] != ["Replace", "ByteFallback", "Fuse"]:
+        return None, False
+    strip = steps[3:]
+    if steps[0].get("pattern") != {"String": "▁"} or steps[0].get("content") != " " or not _strips_one(strip):
+        return None, False
+    return _table(tokenizer, vocab_size, _sentencepiece_piece), bool(strip)
+
+
+def _strips_one(steps: Sequence[dict[str, Any]]) -> bool:
+    """No further step, or just the one that takes the space away which the normalizer puts before a text."""
+    return not steps or list(steps) == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+
+
+def _table(tokenizer: Tokenizer, vocab_size: int, piece_bytes: Any) -> list[bytes]:
+    """Ids without a token (padding of the embedding) have no text, like special tokens."""
+    added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+    table = []
+    for token_id in range(vocab_size):
+        piece = tokenizer.id_to_token(token_id)
+        special = token_id in added and added[token_id].special
+        table.append(b"" if piece is None or special else piece_bytes(piece))
+    return table
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in byte-level BPE, turned round: character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_piece(piece: str) -> bytes:
+    """A piece with a character outside the alphabet (an added token) stands for itself."""
+    try:
+        return bytes(_ALPHABET[char] for char in piece)
+    except KeyError:
+        return piece.encode()
+
+
+def _sentencepiece_piece(piece: str) -> bytes:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("▁", " ").encode()
