@@ -1,6 +1,6 @@
 """What every process of KVRelay may be told: one frozen value per role. Knows neither terminals nor the network.
 
-Sources, weakest first: the defaults here, a TOML file (tables [coordinator], [worker]), KVRELAY_* variables, flags.
+Sources, weakest first: the defaults here, a TOML file ([coordinator], [worker], [up]), KVRELAY_* variables, flags.
 """
 
 from __future__ import annotations
@@ -56,3 +56,13 @@ class WorkerConfig:
     step_seconds: float = 0.0
     """hash and scripted executors only: pretend that a step takes this long."""
     die_with_parent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """A local cluster: how many workers of each role, where their logs go ("": stderr), how long a start may take."""
+
+    prefill: int = 1
+    decode: int = 1
+    log_dir: str = ""
+    ready_timeout_s: float = 120.0

@@ -1,0 +1,78 @@
+"""Which processes a local cluster has, as command lines. Pure but for the look whether the port is free."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrelay.cli.cluster import Member, python_module
+from kvrelay.cli.roles import flag_of
+from kvrelay.config import CoordinatorConfig, UpConfig, WorkerConfig
+from kvrelay.config_load import keys_of, load_coordinator, load_up, load_worker, parse_address
+from kvrelay.errors import Unavailable
+from kvrelay.requests import Role
+
+WORKER_LISTEN = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """What `up` starts: the members, coordinator first, and where clients reach it."""
+
+    up: UpConfig
+    target: str
+    members: tuple[Member, ...]
+
+    @property
+    def num_workers(self) -> int:
+        return self.up.prefill + self.up.decode
+
+
+def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, str], parent_pid: int) -> LocalPlan:
+    """options: flags as given, None where not. All configs are checked here, before a process starts."""
+    up = load_up(options, path=path, env=env)
+    coordinator = load_coordinator(options, path=path, env=env)
+    placed = {**options, "listen": WORKER_LISTEN, "advertise": ""}
+    for role in Role:
+        load_worker(role, placed, path=path, env=env)
+    host, port = claim_port(coordinator.listen)
+    target = f"{host}:{port}"
+    common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
+    members = [Member("coordinator", _command("coordinator", CoordinatorConfig, {**options, "listen": target}, common))]
+    for role, count in ((Role.PREFILL, up.prefill), (Role.DECODE, up.decode)):
+        for number in range(count):
+            name = f"{role.value}-{number}"
+            own = {**placed, "coordinators": reachable(target), "worker_id": name}
+            members.append(Member(name, _command(role.value, WorkerConfig, own, common)))
+    return LocalPlan(up, target, tuple(members))
+
+
+def claim_port(listen: str) -> tuple[str, int]:
+    """(host, port) of an address nobody listens on; port 0 becomes a free one. Unavailable names a taken one."""
+    host, port = parse_address(listen)
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise Unavailable(f"cannot listen on {listen}: {reason}", field="listen") from error
+        return host, int(probe.getsockname()[1])
+
+
+def reachable(target: str) -> str:
+    """An address to dial for one that is listened on: a wildcard host becomes loopback."""
+    host, port = parse_address(target)
+    return f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]'}.get(host, host) }:{port}"
+
+
+def _command(role: str, kind: type, options: Mapping[str, object], common: tuple[str, ...]) -> tuple[str, ...]:
+    """Command line of one member: the flags its role knows, of those given."""
+    flags: list[str] = []
+    for key in keys_of(kind):
+        value = options.get(key)
+        if value is not None and value != "":
+            flags += ["--coordinator" if key == "coordinators" else flag_of(key), str(value)]
+    return python_module("kvrelay.cli.main", role, *flags, *common)

@@ -1,0 +1,50 @@
+import pytest
+
+from kvrelay.cli.supervision import GiveUp, Life, Restart, on_exit, started
+
+
+def deaths(*lives_s, served=True, code=1):
+    """Delays before each new incarnation of a process whose lives lasted `lives_s`."""
+    life, delays = started(Life("decode-0")), []
+    for lived_s in lives_s:
+        life, decision = on_exit(life, code, lived_s, cluster_served=served)
+        assert isinstance(decision, Restart)
+        delays.append(decision.delay_s)
+        life = started(life)
+    return delays
+
+
+def test_the_first_death_restarts_at_once():
+    assert deaths(60.0) == [0.0]
+
+
+def test_quick_deaths_in_a_row_back_off_up_to_a_bound():
+    assert deaths(*[1.0] * 8) == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+
+
+def test_a_long_life_ends_the_row():
+    assert deaths(1.0, 1.0, 60.0, 1.0) == [0.0, 0.5, 0.0, 0.5]
+
+
+def test_a_configuration_error_is_final_and_says_why():
+    _, decision = on_exit(started(Life("prefill-0")), 78, 1.0, cluster_served=True, last_line="dtype: unknown")
+    assert decision == GiveUp(78, "prefill-0 cannot be configured: dtype: unknown")
+
+
+def test_a_process_that_never_served_ends_the_start_after_three_deaths():
+    life = started(Life("decode-0"))
+    for _ in range(2):
+        life, decision = on_exit(life, 1, 0.1, cluster_served=False)
+        assert isinstance(decision, Restart)
+        life = started(life)
+    _, decision = on_exit(life, 1, 0.1, cluster_served=False, last_line="ImportError: x")
+    assert decision == GiveUp(1, "decode-0 ended 3 times before it served (exit code 1): ImportError: x")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-11, "killed by SIGSEGV"), (-250, "killed by signal 250")],
+)
+def test_a_restart_is_told_with_cause_and_incarnation(code, words):
+    _, decision = on_exit(started(Life("decode-1")), code, 12.34, cluster_served=True)
+    assert decision == Restart(0.0, f"decode-1 ended after 12.3 s ({words}); starting incarnation 2 now")
