@@ -1,0 +1,286 @@
+"""One prefill and one decode core, hand-driven in one thread: every message is a value in a list, time is a number.
+
+Transports are modelled: `nixl` copies a part's blocks into the peer's pool when posted and brings its manifest later,
+`grpc` sends the bytes over the link. Deliveries may be reordered between channels with a seeded `random.Random`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from decode_svc.core import DecodeCore, DecodeParts
+from engine.block_pool import BlockPool
+from engine.hash_executor import HashExecutor
+from engine.local import LocalEngine
+from engine.scheduler import Budgets, Scheduler
+from kvrelay.link import BlockData, PartManifest
+from kvrelay.requests import Incarnation, RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule, WorkerId
+from kvrelay.session import Abort, Destination, Ended, Prefill, Pushed, Refused, Reserve, Start, Work
+from kvtransfer.actions import ExitProcess, Post, Reply, Send
+from kvtransfer.receiver import ReceiverTable
+from kvtransfer.transports.base import NotificationArrived, Part, WriteDone
+from kvtransfer.writer import WriterTable
+from prefill_svc.core import PrefillCore, PrefillParts
+from worker.events import (
+    CommandReceived,
+    Event,
+    FromDecode,
+    FromPrefill,
+    LinkClosed,
+    LinkOpened,
+    OpenLink,
+    SendReport,
+    SessionClosed,
+    SessionOpened,
+    TransportHappened,
+)
+
+P, D = Incarnation("p" * 16), Incarnation("d" * 16)
+SESSION = SessionId("s-1")
+VOCAB = 258
+
+
+def hash_reference(work: Work) -> tuple[int, ...]:
+    """The tokens of the one-process path."""
+    executor = HashExecutor(512, 16, VOCAB)
+    engine = LocalEngine(executor, Scheduler(BlockPool(512), 16, Budgets()))
+    key = SequenceKey(SESSION, work.request_id, work.attempt)
+    spec = SequenceSpec(key, work.token_ids, work.num_prompt_tokens, work.sampling, work.stop)
+    try:
+        return tuple(engine.generate([spec])[key])
+    finally:
+        executor.close()
+
+
+def make_work(name: str, num_tokens: int, max_tokens: int, seed: int | None = None) -> Work:
+    rng = random.Random(f"{name}-{num_tokens}")
+    tokens = tuple(rng.randrange(256) for _ in range(num_tokens))
+    sampling = Sampling(temperature=0.0) if seed is None else Sampling(temperature=1.0, seed=seed)
+    return Work(RequestId(name), 1, tokens, num_tokens, sampling, StopRule(max_tokens))
+
+
+@dataclass
+class Request:
+    """What a coordinator knows of one request."""
+
+    work: Work
+    tokens: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+    refused: Refused | None = None
+    landed: bool = False
+    pushed: Pushed | None = None
+    aborted: bool = False
+
+
+class Pair:
+    """`submit` requests, `run` until all have ended. `ended_early(token)` plays a coordinator's stop string."""
+
+    def __init__(
+        self,
+        *,
+        transport: str = "nixl",
+        prefill_blocks: int = 256,
+        decode_blocks: int = 256,
+        step_tokens: int = 64,
+        seed: int | None = None,
+    ) -> None:
+        self.transport = transport
+        self.rng = random.Random(seed) if seed is not None else None
+        self.now = 1000.0
+        refuses_late = transport == "grpc"
+        self.p_exec, self.d_exec = HashExecutor(prefill_blocks, 16, VOCAB), HashExecutor(decode_blocks, 16, VOCAB)
+        self.p_pool, self.d_pool = BlockPool(prefill_blocks), BlockPool(decode_blocks)
+        layout = self.p_exec.layout
+        budgets = Budgets(max_tokens=step_tokens)
+        self.writer = WriterTable(P, layout.block_bytes, refuses_late=refuses_late)
+        self.receiver = ReceiverTable(
+            D, layout.block_bytes, refuses_late=refuses_late, bytes_over_link=refuses_late
+        )
+        self.prefill = PrefillCore(
+            PrefillParts(
+                layout, 100_000, VOCAB, transport, self.p_pool, Scheduler(self.p_pool, 16, budgets), self.writer
+            )
+        )
+        self.decode = DecodeCore(
+            DecodeParts(
+                D,
+                layout,
+                100_000,
+                VOCAB,
+                self.d_pool,
+                Scheduler(self.d_pool, 16, budgets),
+                self.receiver,
+                self.d_exec.pool,
+            )
+        )
+        self.requests: dict[RequestId, Request] = {}
+        self.to_prefill: dict[str, deque[Event]] = {}
+        self.to_decode: dict[str, deque[Event]] = {}
+        self.link_up = False
+        self.hold_notifications = False
+        self.hold_links = False
+        self.drop_parts: set[int] = set()
+        self.decode_steps = 0
+        self._post(self.to_prefill, "session", SessionOpened(SESSION, "c"))
+        self._post(self.to_decode, "session", SessionOpened(SESSION, "c"))
+
+    def close(self) -> None:
+        self.p_exec.close()
+        self.d_exec.close()
+
+    # what a coordinator does
+
+    def submit(self, work: Work) -> Request:
+        request = self.requests[work.request_id] = Request(work)
+        if work.stop.max_tokens == 1:
+            self._command(self.to_prefill, Prefill(work, None))
+        else:
+            self._command(self.to_decode, Reserve(work))
+        return request
+
+    def abort(self, name: str) -> None:
+        request = self.requests[RequestId(name)]
+        request.aborted = True
+        for queues in (self.to_prefill, self.to_decode):
+            self._command(queues, Abort(request.work.request_id, request.work.attempt))
+
+    def close_session(self) -> None:
+        for queues in (self.to_prefill, self.to_decode):
+            self._post(queues, "session", SessionClosed(SESSION))
+        for request in self.requests.values():
+            request.aborted = True
+
+    def _command(self, queues: dict[str, deque[Event]], command: Prefill | Reserve | Start | Abort) -> None:
+        self._post(queues, "session", CommandReceived(SESSION, command))
+
+    def _report(self, action: SendReport) -> None:
+        report = action.report
+        for reserved in report.reserved:
+            request = self.requests[reserved.request_id]
+            if not request.aborted:
+                destination = Destination(WorkerId("d"), "somewhere", reserved.ticket)
+                self._command(self.to_prefill, Prefill(request.work, destination))
+        for refused in report.refused:
+            self.requests[refused.request_id].refused = refused
+        for token in report.tokens:
+            self._token(self.requests[token.request_id], token.index, token.token_id)
+        for landed in report.landed:
+            self.requests[landed.request_id].landed = True
+        for pushed in report.pushed:
+            self.requests[pushed.request_id].pushed = pushed
+        for ended in report.ended:
+            self._ended(self.requests[ended.request_id], ended)
+
+    def _token(self, request: Request, index: int, token_id: int) -> None:
+        if request.aborted:
+            return
+        assert index == len(request.tokens), f"index {index} after {len(request.tokens)} tokens"
+        request.tokens.append(token_id)
+        work = request.work
+        if index == 0 and work.stop.finish_of(0, token_id) is None:
+            self._command(self.to_decode, Start(work.request_id, work.attempt, (token_id,)))
+        elif index == 0:
+            self._command(self.to_decode, Abort(work.request_id, work.attempt))
+
+    @staticmethod
+    def _ended(request: Request, ended: Ended) -> None:
+        by_prefill_only = len(request.tokens) == 1 and request.work.stop.finish_of(0, request.tokens[0]) is not None
+        last = request.tokens and request.work.stop.finish_of(len(request.tokens) - 1, request.tokens[-1])
+        if ended.reason == "failed" or by_prefill_only or last:
+            request.ended = ended
+
+    # the world
+
+    def _post(self, queues: dict[str, deque[Event]], channel: str, event: Event) -> None:
+        queues.setdefault(channel, deque()).append(event)
+
+    def _deliver(self, queues: dict[str, deque[Event]], core: PrefillCore | DecodeCore) -> None:
+        """Everything waiting, in order within each channel; between channels in a random order if seeded."""
+        while True:
+            held = {"notifications"} if self.hold_notifications else set()
+            held |= {"link"} if self.hold_links else set()
+            ready = [name for name, queue in queues.items() if queue and name not in held]
+            if not ready:
+                return
+            name = self.rng.choice(ready) if self.rng else ready[0]
+            core.handle(queues[name].popleft(), self.now)
+
+    def _act(self, core: PrefillCore | DecodeCore) -> None:
+        for action in core.actions(self.now):
+            if isinstance(action, SendReport):
+                self._report(action)
+            elif isinstance(action, Reply):
+                self._post(self.to_prefill, "link", FromDecode(D, action.message))
+            elif isinstance(action, Send):
+                self._post(self.to_decode, "link", FromPrefill(P, action.message))
+            elif isinstance(action, OpenLink):
+                self._dial()
+            elif isinstance(action, Post):
+                self._write(action.part)
+            assert not isinstance(action, ExitProcess), f"exit: {action}"
+
+    def _dial(self) -> None:
+        if not self.link_up:
+            self.link_up = True
+            self._post(self.to_prefill, "link", LinkOpened(D))
+            self._post(self.to_decode, "link", LinkOpened(P))
+
+    def lose_prefill(self) -> None:
+        """The prefill process dies: its kernel closes the link."""
+        self.link_up = False
+        self.to_prefill.clear()
+        self._post(self.to_decode, "link", LinkClosed(P, by_kernel=True))
+
+    def _write(self, part: Part) -> None:
+        if part.part in self.drop_parts:
+            return
+        if self.transport == "nixl":
+            for source, target in zip(part.source_ids, part.dest_ids, strict=True):
+                self.d_exec.pool.write(target, 0, bytes(self.p_exec.pool.read(source)))
+            self._post(
+                self.to_decode, "notifications", TransportHappened(NotificationArrived(P, part.manifest))
+            )
+        else:
+            for position, source in zip(part.positions, part.source_ids, strict=True):
+                data = bytes(self.p_exec.pool.read(source))
+                message = BlockData(part.epoch, part.part, position, 0, data)
+                self._post(self.to_decode, "link", FromPrefill(P, message))
+            self._post(self.to_decode, "link", FromPrefill(P, PartManifest(part.manifest)))
+        done = TransportHappened(WriteDone(part.peer, part.epoch, part.part, 0.001))
+        self._post(self.to_prefill, "notifications", done)
+
+    def turn(self) -> None:
+        """One turn of each engine thread."""
+        cores = [
+            (self.prefill, self.p_exec, self.to_prefill, self.p_pool),
+            (self.decode, self.d_exec, self.to_decode, self.d_pool),
+        ]
+        if self.rng:
+            self.rng.shuffle(cores)
+        for core, executor, queues, pool in cores:
+            self._deliver(queues, core)
+            plan = core.schedule(self.now)
+            self._act(core)
+            if plan is not None:
+                self.decode_steps += core is self.decode
+                core.apply(plan, executor.run(plan), self.now)
+                self._act(core)
+            pool.check_integrity()
+        self.now += 0.01
+
+    def run(self, turns: int = 2000) -> None:
+        """Until every request that was not aborted has ended, and nothing is in flight."""
+        for _ in range(turns):
+            self.turn()
+            if all(r.ended or r.refused or r.aborted for r in self.requests.values()) and self.is_quiet():
+                return
+        raise AssertionError(f"not done after {turns} turns: {self.requests} {self.prefill.load(self.now)}")
+
+    def is_quiet(self) -> bool:
+        loads = (self.prefill.load(self.now), self.decode.load(self.now))
+        return all(
+            load.running == load.waiting == load.transfers_in_flight == 0 and load.blocks.free == load.blocks.total
+            for load in loads
+        )
