@@ -12,15 +12,13 @@ Abort, deadline, a lost writer or the session's end stop it anywhere; the receiv
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
+from decode_svc.attempt import DecodeAttempt, DecodeParts, spec_of
 from decode_svc.grants import PoolRoom, next_grant
-from engine.block_pool import BlockPool
 from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result
-from engine.scheduler import Scheduler
-from kvrelay.blocks import BlockTable, KVLayout, Ticket, blocks_for
-from kvrelay.requests import Incarnation, SequenceKey, SequenceSpec
+from kvrelay.blocks import BlockTable, Ticket, blocks_for
+from kvrelay.requests import SequenceKey
 from kvrelay.session import (
     Abort,
     Command,
@@ -33,11 +31,8 @@ from kvrelay.session import (
     Reserved,
     Start,
     TokenOut,
-    Work,
 )
 from kvtransfer import actions as handoff
-from kvtransfer.receiver import ReceiverTable
-from kvtransfer.store import BlockStore
 from kvtransfer.transports.base import NotificationArrived
 from worker.attempts import Attempts, key_of
 from worker.events import (
@@ -54,42 +49,8 @@ from worker.events import (
 )
 from worker.outbox import Outbox
 from worker.refusals import refuse_work
-from worker.throughput import Throughput
 
 MAX_WAITING_RESERVES = 1024
-
-
-@dataclass(slots=True)
-class DecodeAttempt:
-    """ticket None: still waiting for blocks. block_ids: owned by us from landed until the scheduler takes them over."""
-
-    key: SequenceKey
-    work: Work
-    need: int
-    ticket: Ticket | None = None
-    landed: bool = False
-    running: bool = False
-    block_ids: tuple[int, ...] = ()
-    first_tokens: tuple[int, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.work.token_ids)
-
-
-@dataclass(slots=True)
-class DecodeParts:
-    """What the core is made of; built once by decode_svc.main."""
-
-    incarnation: Incarnation
-    layout: KVLayout
-    max_context: int
-    vocab_size: int
-    pool: BlockPool
-    scheduler: Scheduler
-    table: ReceiverTable
-    store: BlockStore
-    throughput: Throughput = field(default_factory=Throughput)
 
 
 class DecodeCore:
@@ -160,7 +121,7 @@ class DecodeCore:
                 work.request_id, work.attempt, "ResourceExhausted", "too many reserves wait", retry_after_s=1.0
             )
         need = blocks_for(len(work.token_ids) + 1, self._p.layout.block_size)
-        if refusal is None and not self._p.scheduler.fits_alone(_spec(key, work, ())):
+        if refusal is None and not self._p.scheduler.fits_alone(spec_of(key, work, ())):
             total = self._p.pool.num_blocks
             refusal = Refused(
                 work.request_id, work.attempt, "InvalidArgument", f"does not fit {total} blocks", field="max_tokens"
@@ -237,7 +198,7 @@ class DecodeCore:
             return
         attempt.running = True
         block_ids, attempt.block_ids = attempt.block_ids, ()
-        spec = _spec(attempt.key, attempt.work, attempt.first_tokens)
+        spec = spec_of(attempt.key, attempt.work, attempt.first_tokens)
         self._p.scheduler.add(spec, block_ids=block_ids, num_computed=attempt.num_tokens)
 
     # 4. steps
@@ -297,8 +258,8 @@ class DecodeCore:
         return [*actions, *(SendReport(session, report) for session, report in reports)]
 
     def next_wake(self) -> float | None:
-        times = [t for t in (self._p.table.next_deadline(), self._attempts.next_deadline()) if t is not None]
-        return min(times) if times else None
+        timers = (self._p.table.next_deadline(), self._attempts.next_deadline())
+        return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:
         return Load(
@@ -311,15 +272,3 @@ class DecodeCore:
             draining=self._draining,
             counters=tuple(sorted(self._counters.items())),
         )
-
-
-def _spec(key: SequenceKey, work: Work, first_tokens: tuple[int, ...]) -> SequenceSpec:
-    return SequenceSpec(
-        key=key,
-        token_ids=work.token_ids + first_tokens,
-        num_prompt_tokens=work.num_prompt_tokens,
-        sampling=work.sampling,
-        stop=work.stop,
-        tenant=work.tenant,
-        cache_salt=work.cache_salt,
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_svc.core import DecodeCore, DecodeParts
+from decode_svc.attempt import DecodeParts
+from decode_svc.core import DecodeCore
 from decode_svc.service import DecodeService
 from engine.block_pool import BlockPool
 from engine.executor import Executor

@@ -13,14 +13,10 @@ Abort, deadline, a refused ticket, a failed write or the session's end stop it a
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
-from engine.block_pool import BlockPool
 from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
-from engine.scheduler import Scheduler
-from kvrelay.blocks import KVLayout
-from kvrelay.requests import SequenceKey, SequenceSpec, StopRule
+from kvrelay.requests import Incarnation, SequenceSpec
 from kvrelay.session import (
     Abort,
     ComputeRecord,
@@ -36,7 +32,7 @@ from kvrelay.session import (
 )
 from kvtransfer import actions as handoff
 from kvtransfer.transports.base import WriteDone, WriteFailed
-from kvtransfer.writer import WriterTable
+from prefill_svc.attempt import PrefillAttempt, PrefillParts, spec_of
 from worker.attempts import Attempts, key_of
 from worker.events import (
     Action,
@@ -53,42 +49,10 @@ from worker.events import (
 )
 from worker.outbox import Outbox
 from worker.refusals import refuse_work
-from worker.throughput import Throughput
 
 MAX_ATTEMPTS = 1024
-
-
-@dataclass(slots=True)
-class PrefillAttempt:
-    """num_pushed: logical blocks made into parts (or cached at decode) so far. Times are of the core's clock."""
-
-    key: SequenceKey
-    work: Work
-    destination: Destination | None
-    received_at: float
-    num_pushed: int = 0
-    started_at: float | None = None
-    token_at: float | None = None
-    chunks: list[tuple[float, float, int]] = field(default_factory=list)
-    computed: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.work.token_ids)
-
-
-@dataclass(slots=True)
-class PrefillParts:
-    """What the core is made of; built once by prefill_svc.main."""
-
-    layout: KVLayout
-    max_context: int
-    vocab_size: int
-    transport: str
-    pool: BlockPool
-    scheduler: Scheduler
-    table: WriterTable
-    throughput: Throughput = field(default_factory=Throughput)
+REDIAL_S = 0.5
+"""Pause before a lost link is dialled again. An answer means that the peer lives, and is told what was fenced."""
 
 
 class PrefillCore:
@@ -100,6 +64,8 @@ class PrefillCore:
         self._counters: Counter[str] = Counter()
         self._step_id = 0
         self._planned_at = 0.0
+        self._targets: dict[Incarnation, OpenLink] = {}
+        self._redials: dict[Incarnation, float] = {}
         self._draining = False
 
     # events
@@ -116,6 +82,7 @@ class PrefillCore:
             self._carry_out(self._p.table.link_opened(event.peer, now), now)
         elif isinstance(event, LinkClosed):
             self._carry_out(self._p.table.link_lost(event.peer, now), now)
+            self._link_lost(event.peer, now)
         elif isinstance(event, SessionOpened):
             self._outbox.open(event.session)
         elif isinstance(event, SessionClosed):
@@ -144,7 +111,7 @@ class PrefillCore:
         key = key_of(event.session, work.request_id, work.attempt)
         if self._attempts.is_buried(key) or self._attempts.get(key) is not None:
             return
-        spec = _spec(key, work)
+        spec = spec_of(key, work)
         refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._draining)
         if refusal is None:
             refusal = self._refuse(work, spec, destination)
@@ -157,8 +124,24 @@ class PrefillCore:
         if destination is not None:
             ticket = destination.ticket
             attempt.num_pushed = ticket.num_cached_blocks
-            self._actions.append(OpenLink(ticket.incarnation, destination.worker_id, destination.address))
+            self._open_link(OpenLink(ticket.incarnation, destination.worker_id, destination.address))
             self._carry_out(self._p.table.start(ticket, ticket.incarnation, key, attempt.num_tokens, now), now)
+
+    def _open_link(self, target: OpenLink) -> None:
+        self._targets[target.peer] = target
+        self._redials.pop(target.peer, None)
+        self._actions.append(target)
+
+    def _link_lost(self, peer: Incarnation, now: float) -> None:
+        """Dial again while a hand-off to the peer has not ended; else forget the peer."""
+        if peer in self._targets and self._p.table.in_flight:
+            self._redials[peer] = now + REDIAL_S
+        else:
+            self._targets.pop(peer, None)
+
+    def _redial(self, now: float) -> None:
+        for peer in [p for p, at in self._redials.items() if at <= now]:
+            self._open_link(self._targets[peer])
 
     def _refuse(self, work: Work, spec: SequenceSpec, destination: Destination | None) -> Refused | None:
         def refused(code: str, message: str, field: str) -> Refused:
@@ -313,6 +296,7 @@ class PrefillCore:
 
     def actions(self, now: float) -> list[Action]:
         self._carry_out(self._p.table.tick(now), now)
+        self._redial(now)
         for attempt in self._attempts.expired(now):
             self._drop(attempt, now)
             key = attempt.key
@@ -325,8 +309,8 @@ class PrefillCore:
         return [*actions, *(SendReport(session, report) for session, report in reports)]
 
     def next_wake(self) -> float | None:
-        times = [t for t in (self._p.table.next_deadline(), self._attempts.next_deadline()) if t is not None]
-        return min(times) if times else None
+        timers = (self._p.table.next_deadline(), self._attempts.next_deadline(), *self._redials.values())
+        return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:
         return Load(
@@ -339,16 +323,3 @@ class PrefillCore:
             draining=self._draining,
             counters=tuple(sorted(self._counters.items())),
         )
-
-
-def _spec(key: SequenceKey, work: Work) -> SequenceSpec:
-    """A sequence that ends after one token: what ends the request is the coordinator's to say."""
-    return SequenceSpec(
-        key=key,
-        token_ids=work.token_ids,
-        num_prompt_tokens=work.num_prompt_tokens,
-        sampling=work.sampling,
-        stop=StopRule(max_tokens=len(work.token_ids) - work.num_prompt_tokens + 1),
-        tenant=work.tenant,
-        cache_salt=work.cache_salt,
-    )

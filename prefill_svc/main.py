@@ -17,7 +17,8 @@ from kvrelay.session import WorkerDescription
 from kvrelay.v1 import worker_pb2_grpc
 from kvtransfer.actions import Reply, Send
 from kvtransfer.writer import WriterTable
-from prefill_svc.core import PrefillCore, PrefillParts
+from prefill_svc.attempt import PrefillParts
+from prefill_svc.core import PrefillCore
 from prefill_svc.service import PrefillService
 from worker.events import Core, OpenLink
 from worker.link_client import LinkClient

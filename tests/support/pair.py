@@ -10,7 +10,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from decode_svc.core import DecodeCore, DecodeParts
+from decode_svc.attempt import DecodeParts
+from decode_svc.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
@@ -22,7 +23,8 @@ from kvtransfer.actions import ExitProcess, Post, Reply, Send
 from kvtransfer.receiver import ReceiverTable
 from kvtransfer.transports.base import NotificationArrived, Part, WriteDone
 from kvtransfer.writer import WriterTable
-from prefill_svc.core import PrefillCore, PrefillParts
+from prefill_svc.attempt import PrefillParts
+from prefill_svc.core import PrefillCore
 from worker.events import (
     CommandReceived,
     Event,
@@ -95,9 +97,7 @@ class Pair:
         layout = self.p_exec.layout
         budgets = Budgets(max_tokens=step_tokens)
         self.writer = WriterTable(P, layout.block_bytes, refuses_late=refuses_late)
-        self.receiver = ReceiverTable(
-            D, layout.block_bytes, refuses_late=refuses_late, bytes_over_link=refuses_late
-        )
+        self.receiver = ReceiverTable(D, layout.block_bytes, refuses_late=refuses_late, bytes_over_link=refuses_late)
         self.prefill = PrefillCore(
             PrefillParts(
                 layout, 100_000, VOCAB, transport, self.p_pool, Scheduler(self.p_pool, 16, budgets), self.writer
@@ -239,9 +239,7 @@ class Pair:
         if self.transport == "nixl":
             for source, target in zip(part.source_ids, part.dest_ids, strict=True):
                 self.d_exec.pool.write(target, 0, bytes(self.p_exec.pool.read(source)))
-            self._post(
-                self.to_decode, "notifications", TransportHappened(NotificationArrived(P, part.manifest))
-            )
+            self._post(self.to_decode, "notifications", TransportHappened(NotificationArrived(P, part.manifest)))
         else:
             for position, source in zip(part.positions, part.source_ids, strict=True):
                 data = bytes(self.p_exec.pool.read(source))

@@ -1,0 +1,59 @@
+"""An attempt as a prefill worker keeps it, and what the core is made of. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler
+from kvrelay.blocks import KVLayout
+from kvrelay.requests import SequenceKey, SequenceSpec, StopRule
+from kvrelay.session import Destination, Work
+from kvtransfer.writer import WriterTable
+from worker.throughput import Throughput
+
+
+@dataclass(slots=True)
+class PrefillAttempt:
+    """num_pushed: logical blocks made into parts (or cached at decode) so far. Times are of the core's clock."""
+
+    key: SequenceKey
+    work: Work
+    destination: Destination | None
+    received_at: float
+    num_pushed: int = 0
+    started_at: float | None = None
+    token_at: float | None = None
+    chunks: list[tuple[float, float, int]] = field(default_factory=list)
+    computed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.work.token_ids)
+
+
+@dataclass(slots=True)
+class PrefillParts:
+    """What the core is made of; built once by prefill_svc.main."""
+
+    layout: KVLayout
+    max_context: int
+    vocab_size: int
+    transport: str
+    pool: BlockPool
+    scheduler: Scheduler
+    table: WriterTable
+    throughput: Throughput = field(default_factory=Throughput)
+
+
+def spec_of(key: SequenceKey, work: Work) -> SequenceSpec:
+    """A sequence that ends after one token: what ends the request is the coordinator's to say."""
+    return SequenceSpec(
+        key=key,
+        token_ids=work.token_ids,
+        num_prompt_tokens=work.num_prompt_tokens,
+        sampling=work.sampling,
+        stop=StopRule(max_tokens=len(work.token_ids) - work.num_prompt_tokens + 1),
+        tenant=work.tenant,
+        cache_salt=work.cache_salt,
+    )
