@@ -19,6 +19,7 @@ from kvrelay.requests import Sampling
 GREEDY_BELOW = 1e-5
 """Below this temperature a sampled row could only overflow or be greedy, so it is greedy."""
 _CHUNK = 256
+_FIRST_GUESS = 256
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -37,7 +38,7 @@ def sample(logits: torch.Tensor, draws: Sequence[tuple[Sampling, int]]) -> tuple
     token_ids: list[int] = best_ids.tolist()
     for row, (sampling, index) in enumerate(draws):
         if sampling.temperature >= GREEDY_BELOW:
-            token_ids[row] = draw(logits[row].cpu().numpy(), sampling, index)
+            token_ids[row] = draw(logits[row], sampling, index)
     return tuple(token_ids)
 
 
@@ -48,14 +49,15 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw(row: Floats, sampling: Sampling, index: int) -> int:
-    """Temperature, then top_k, then top_p over what top_k left, then the inverse CDF at the token's uniform."""
+def draw(logits: torch.Tensor, sampling: Sampling, index: int) -> int:
+    """Over logits [vocab]: temperature, top_k, top_p of what top_k left, inverse CDF at the token's uniform."""
     u = uniform(sampling.seed, index)
-    weights = np.exp((row - row.max()) * np.float32(1.0 / sampling.temperature))
-    top_k = sampling.top_k if 0 < sampling.top_k < len(row) else 0
+    logits = logits.cpu()
+    weights: Floats = logits.sub(logits.max()).mul_(1.0 / sampling.temperature).exp_().numpy()
+    top_k = sampling.top_k if 0 < sampling.top_k < len(weights) else 0
     if not top_k and sampling.top_p >= 1.0:
         return _invert(weights, u)
-    ids = _top_k_ids(row, top_k) if top_k else np.arange(len(row))
+    ids = _top_k_ids(logits.numpy(), top_k) if top_k else np.arange(len(weights))
     if sampling.top_p < 1.0:
         ids = _top_p_ids(weights, ids, sampling.top_p)
     return int(ids[_invert_small(weights[ids], u)])
@@ -70,15 +72,20 @@ def _top_k_ids(row: Floats, k: int) -> Ids:
 def _top_p_ids(weights: Floats, ids: Ids, top_p: float) -> Ids:
     """The shortest list of most likely tokens whose share reaches top_p, most likely first, low ids first on ties.
 
-    Tokens below (1 - top_p) / n of the total cannot be in it: all of them together weigh less than 1 - top_p.
-    That leaves hundreds to sort instead of the vocabulary. Half of it, for rounding.
+    Only as many of the greatest as are needed get sorted, not the vocabulary.
     """
     kept = weights[ids]
-    total = float(kept.sum(dtype=np.float64))
-    ids = ids[kept >= 0.5 * (1.0 - top_p) / len(ids) * total]
+    target = top_p * float(kept.sum(dtype=np.float64))
+    count = _FIRST_GUESS
+    while count < len(ids):
+        greatest = kept >= np.partition(kept, len(ids) - count)[len(ids) - count]
+        if float(kept[greatest].sum(dtype=np.float64)) >= target:
+            ids = ids[greatest]
+            break
+        count *= 8
     ids = ids[np.argsort(-weights[ids], kind="stable")]
     shares = np.cumsum(weights[ids], dtype=np.float64)
-    return ids[: int(np.searchsorted(shares, top_p * total)) + 1]
+    return ids[: int(np.searchsorted(shares, target)) + 1]
 
 
 def _invert_small(weights: Floats, u: float) -> int:

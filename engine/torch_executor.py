@@ -5,7 +5,6 @@ Everything, the constructor too, is called from one thread, the engine's: torch 
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,7 +81,7 @@ class TorchExecutor:
             self._model = LlamaModel(config, checkpoint, backends, rope_table(config, positions))
         self._positions = positions
         self.pool = HostPool(self.layout, options.num_blocks)
-        self._kv: torch.Tensor | None = pool_tensor(self.pool, options.num_blocks)
+        self._kv: torch.Tensor | None = pool_tensor(self.pool)
         _log.info(
             "model loaded",
             attention=backends.attention.name,
@@ -116,15 +115,17 @@ class TorchExecutor:
         low, high = (int(x) for x in batch.token_ids.aminmax())
         if low < 0 or high >= self.config.vocab:
             raise Internal(f"token ids {low} .. {high} of a step are outside the vocabulary of {self.config.vocab}")
+        low, high = (int(x) for x in batch.block_tables.aminmax())
+        if low < 0 or high >= self.pool.num_blocks:
+            raise Internal(f"block {high if low >= 0 else low} of a step is not in a pool of {self.pool.num_blocks}")
         if (last := int(batch.context_lens.max())) > self._positions:
             raise Internal(f"a step reaches position {last - 1}, the model or pool ends at {self._positions - 1}")
 
 
-def pool_tensor(pool: HostPool, num_blocks: int) -> torch.Tensor:
-    """The pool's memory as [num_blocks, kv_heads, layers, 2, block_size, head_dim]; it must outlive the tensor."""
-    memory = (ctypes.c_uint8 * pool.nbytes).from_address(pool.base)
-    flat = torch.frombuffer(memory, dtype=torch.uint8).view(DTYPES[pool.layout.dtype])
-    return flat.view(num_blocks, *pool.layout.shape)
+def pool_tensor(pool: HostPool) -> torch.Tensor:
+    """The pool's memory as [num_blocks, kv_heads, layers, 2, block_size, head_dim]; keeps the mapping alive."""
+    flat = torch.frombuffer(pool.buffer, dtype=torch.uint8).view(DTYPES[pool.layout.dtype])
+    return flat.view(pool.num_blocks, *pool.layout.shape)
 
 
 def _backends(config: ModelConfig, options: TorchOptions) -> Backends:
