@@ -182,6 +182,10 @@ class WriterTable:
         """Tickets the table has not forgotten: while it is not 0, blocks of ours may be pinned."""
         return len(self._tickets)
 
+    def busy_with(self, peer: Incarnation) -> bool:
+        """True while a ticket of this peer lives. A peer that may be alive is not dropped from the transport before."""
+        return any(of == peer for of, _ in self._tickets)
+
     def state(self, peer: Incarnation, epoch: int) -> WriterState | None:
         """None once it ended."""
         ticket = self._tickets.get((peer, epoch))

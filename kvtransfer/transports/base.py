@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.blocks import Ticket
+from kvrelay.link import PoolDescriptor
 from kvrelay.requests import Incarnation
 
 
@@ -86,4 +87,24 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Ends the transport; parts still in flight get no event."""
+        ...
+
+
+class PeerTransport(Transport, Protocol):
+    """A transport as a worker wires it to its links: what its hello and welcome carry."""
+
+    def metadata(self) -> bytes:
+        """For the hello: what the peer's add_peer needs."""
+        ...
+
+    def pool(self) -> PoolDescriptor:
+        """For the welcome: where our pool lies."""
+        ...
+
+    def add_peer(self, incarnation: Incarnation, metadata: bytes, pool: PoolDescriptor) -> None:
+        """Writer: before the first post to this incarnation. Twice is once. May wait; raises FailedPrecondition."""
+        ...
+
+    def drop_peer(self, incarnation: Incarnation) -> None:
+        """Writer: the incarnation is gone; frees what was kept for it. May wait. Unknown ones are ignored."""
         ...
