@@ -12,7 +12,7 @@ from engine.executor import Executor
 from engine.scheduler import Budgets, Scheduler
 from kvrelay.config import WorkerConfig
 from kvrelay.errors import KVRelayError
-from kvrelay.link import LinkWelcome, PoolDescriptor
+from kvrelay.link import LinkWelcome
 from kvrelay.rpc.server import RpcServer
 from kvrelay.session import WorkerDescription
 from kvrelay.v1 import link_pb2_grpc, worker_pb2_grpc
@@ -24,7 +24,7 @@ from worker.roles import build_executor as build_from
 from worker.roles import identity_of
 from worker.session_hub import SessionHub
 from worker.shell import EXIT_CONFIG, Shell, log, run_shell
-from worker.transports import make_transport, transport_metadata
+from worker.transports import make_transport
 from worker.wire import LinkService
 
 
@@ -71,14 +71,13 @@ class DecodeMain:
 
     def attach(self, shell: Shell, server: RpcServer, description: WorkerDescription, executor: Executor) -> None:
         assert shell.transport is not None
-        pool = executor.pool
         welcome = LinkWelcome(
             worker_id=description.worker_id,
             incarnation=shell.incarnation,
             layout=executor.layout,
             transport=self._config.transport,
-            pool=PoolDescriptor(pool.base, pool.block_bytes, pool.num_blocks),
-            transport_metadata=transport_metadata(shell.transport),
+            pool=shell.transport.pool(),
+            transport_metadata=shell.transport.metadata(),
         )
         links = LinkServer(shell.mailbox, welcome, self.identity.fingerprint)
         shell.links = _DecodeLinks(links)

@@ -26,7 +26,7 @@ from worker.roles import build_executor as build_from
 from worker.roles import identity_of
 from worker.session_hub import SessionHub
 from worker.shell import EXIT_CONFIG, Shell, log, run_shell
-from worker.transports import add_peer, drop_peer, make_transport
+from worker.transports import make_transport
 from worker.wire import dial_link
 
 
@@ -82,11 +82,13 @@ class PrefillMain:
 
         async def tell_transport(welcome: LinkWelcome) -> None:
             assert shell.transport is not None
-            await asyncio.get_running_loop().run_in_executor(None, add_peer, shell.transport, welcome)
+            await asyncio.to_thread(
+                shell.transport.add_peer, welcome.incarnation, welcome.transport_metadata, welcome.pool
+            )
 
         def forget(peer: Incarnation) -> None:
             assert shell.transport is not None
-            drop_peer(shell.transport, peer)
+            shell.transport.drop_peer(peer)
 
         shell.links = _PrefillLinks(LinkClient(shell.mailbox, hello, dial_link, tell_transport, forget))
         shell.hub = SessionHub(shell.mailbox, description, shell.load)

@@ -28,7 +28,9 @@ from kvrelay.requests import Incarnation, WorkerId
 from kvrelay.rpc.server import RpcServer
 from kvrelay.session import Load, ModelIdentity, WorkerDescription
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
-from kvtransfer.transports.base import Transport, TransportEvent, WriteFailed
+from kvtransfer.transports.base import TransportEvent, WriteFailed
+from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.nixl import NixlTransport
 from worker.engine_thread import EngineThread
 from worker.events import Action, Core, Event, OpenLink, SendReport, TransportHappened
 from worker.mailbox import Mailbox
@@ -43,6 +45,9 @@ LOAD_TIMEOUT_S = 300.0
 STOP_GRACE_S = 5.0
 READY_CHECK_S = 0.5
 STALLED_S = 10.0
+
+
+Transport = NixlTransport | GrpcTransport
 
 
 class Links(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from engine.executor import Executor
-from kvrelay.link import LinkWelcome, ToDecode
+from kvrelay.link import ToDecode
 from kvrelay.requests import Incarnation
-from kvtransfer.transports.base import Transport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.nixl import NixlTransport
 from worker.link_client import LinkClient
@@ -17,7 +16,7 @@ SEND_TIMEOUT_S = 30.0
 """How long a decode worker may keep its link full before the write of a part fails."""
 
 
-def make_transport(shell: Shell, executor: Executor) -> Transport:
+def make_transport(shell: Shell, executor: Executor) -> NixlTransport | GrpcTransport:
     """The transport over the executor's pool. Its events go to the engine's mailbox."""
     if shell.config.transport == "nixl":
         return NixlTransport(shell.incarnation, executor.pool, on_event=shell.on_transport_event, on_failed=shell.die)
@@ -28,19 +27,4 @@ def make_transport(shell: Shell, executor: Executor) -> Transport:
         future = asyncio.run_coroutine_threadsafe(client.send_bulk(peer, message), shell.loop)
         future.result(SEND_TIMEOUT_S)
 
-    return GrpcTransport(executor.pool, send, on_event=shell.on_transport_event)
-
-
-def transport_metadata(transport: Transport) -> bytes:
-    """What a writer must know to reach this process's pool; empty where the link itself carries the blocks."""
-    return transport.metadata() if isinstance(transport, NixlTransport) else b""
-
-
-def add_peer(transport: Transport, welcome: LinkWelcome) -> None:
-    if isinstance(transport, NixlTransport):
-        transport.add_peer(welcome.incarnation, welcome.transport_metadata, welcome.pool)
-
-
-def drop_peer(transport: Transport, peer: Incarnation) -> None:
-    if isinstance(transport, NixlTransport):
-        transport.drop_peer(peer)
+    return GrpcTransport(executor.pool, send, on_event=shell.on_transport_event, on_failed=shell.die)

@@ -1,0 +1,123 @@
+"""Liveness, attempts, outbox, throughput, refusals: the small pure parts of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from support.pair import make_work
+
+from kvrelay.blocks import BlockCounts
+from kvrelay.requests import RequestId, SequenceKey, SessionId, StopRule
+from kvrelay.session import Ended, Load, TokenOut, Work
+from worker.attempts import MAX_TOMBSTONES, Attempts, key_of
+from worker.liveness import Liveness
+from worker.outbox import Outbox
+from worker.refusals import refuse_work
+from worker.throughput import Throughput
+
+S = SessionId("s")
+LOAD = Load(BlockCounts(8, 8))
+
+
+def test_silence_counts_only_while_ones_own_timer_was_on_time() -> None:
+    alive = Liveness.start(2.5, 0.0)
+    for tick in range(1, 10):
+        alive, gone = alive.check(tick * 0.25, 0.25)
+        assert not gone
+    alive, gone = alive.check(2.5, 0.25)
+    assert gone
+    paused = Liveness.start(2.5, 0.0)
+    paused, gone = paused.check(60.0, 0.25)
+    assert not gone, "our own pause of a minute accuses nobody"
+    paused, gone = paused.check(60.25, 0.25)
+    assert not gone
+    assert Liveness(2.5, 60.0, 62.25).check(62.5, 0.25)[1]
+
+
+def test_hearing_restarts_the_window() -> None:
+    alive = Liveness.start(1.0, 0.0).heard(0.9)
+    assert not replace(alive, checked_at=1.0).check(1.25, 0.25)[1]
+    assert replace(alive, checked_at=1.7).check(1.95, 0.25)[1]
+
+
+@dataclass
+class FakeAttempt:
+    key: SequenceKey
+    work: Work
+
+
+def attempt(name: str, deadline_s: float | None = None) -> FakeAttempt:
+    work = replace(make_work(name, 3, 3), deadline_s=deadline_s)
+    return FakeAttempt(key_of(S, work.request_id, 1), work)
+
+
+def test_expired_looks_past_live_attempts_and_names_each_once() -> None:
+    attempts: Attempts[FakeAttempt] = Attempts()
+    for a in (attempt("long", 100.0), attempt("none"), attempt("b", 1.0), attempt("c", 2.0), attempt("gone", 1.5)):
+        attempts.add(a, 10.0)
+    attempts.remove(key_of(S, RequestId("gone"), 1))
+    assert attempts.next_deadline() == 11.0
+    assert [a.work.request_id for a in attempts.expired(12.0)] == ["b", "c"]
+    assert attempts.expired(12.0) == []
+    assert attempts.next_deadline() == 110.0
+
+
+def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
+    attempts: Attempts[FakeAttempt] = Attempts()
+    keys = [key_of(S, RequestId(str(i)), 1) for i in range(MAX_TOMBSTONES + 1)]
+    for key in keys:
+        attempts.bury(key)
+    assert not attempts.is_buried(keys[0])
+    assert attempts.is_buried(keys[1])
+    assert attempts.is_buried(keys[-1])
+
+
+def test_outbox_makes_one_report_a_session_and_drops_items_of_closed_ones() -> None:
+    outbox = Outbox()
+    other = SessionId("other")
+    outbox.open(S)
+    outbox.open(other)
+    tokens = [TokenOut(RequestId("a"), 1, 0, i, i + 5) for i in range(3)]
+    for token in tokens:
+        outbox.add(S, token)
+    ended = Ended(RequestId("a"), 1, 0, "stop")
+    outbox.add(S, ended)
+    outbox.close(other)
+    outbox.add(other, ended)
+    [(session, report)] = outbox.drain(4, 1.5, LOAD)
+    assert (session, report.step_id, report.load) == (S, 4, LOAD)
+    assert report.tokens == tuple(tokens)
+    assert report.ended == (ended,)
+    assert outbox.drain(5, 1.6, LOAD) == []
+
+
+def test_throughput_is_the_last_windows_rate_and_zero_after_silence() -> None:
+    rate = Throughput()
+    rate.add(1, 100.0)
+    for i in range(1, 21):
+        rate.add(10, 100.0 + i * 0.1)
+    assert rate.per_s(102.0) == pytest.approx(191 / 2.0)
+    assert rate.per_s(107.0) == 0.0
+
+
+def test_refusals_name_the_field() -> None:
+    good = make_work("a", 10, 5)
+    cases: dict[str, tuple[Work, str, str]] = {
+        "n": (replace(good, n=3), "Unimplemented", "n"),
+        "empty": (replace(good, token_ids=(), num_prompt_tokens=0), "InvalidArgument", "token_ids"),
+        "prompt": (replace(good, num_prompt_tokens=11), "InvalidArgument", "num_prompt_tokens"),
+        "context": (replace(good, token_ids=(1,) * 100, num_prompt_tokens=100), "InvalidArgument", "token_ids"),
+        "vocabulary": (replace(good, token_ids=(1,) * 9 + (258,)), "InvalidArgument", "token_ids"),
+        "negative": (replace(good, token_ids=(1,) * 9 + (-1,)), "InvalidArgument", "token_ids"),
+        "nothing left": (replace(good, stop=StopRule(0)), "InvalidArgument", "max_tokens"),
+    }
+    found = {}
+    for name, (work, _, _) in cases.items():
+        refused = refuse_work(work, 100, 258, draining=False)
+        found[name] = (work, refused.code, refused.field) if refused else None
+    assert found == cases
+    assert refuse_work(good, 100, 258, draining=False) is None
+    draining = refuse_work(good, 100, 258, draining=True)
+    assert draining is not None
+    assert draining.code == "Unavailable"
