@@ -12,8 +12,8 @@ from kvrelay.requests import FinishReason, SequenceKey
 class Computed:
     """A chunk of a prompt is done: the KV of tokens 0 .. num_computed-1 stands in `table`, which covers just those.
 
-    The scheduler owns the blocks and lets go of them when the sequence ends, maybe in this very step. Who still reads
-    them afterwards (a push) must retain them while handling the event.
+    The scheduler owns the blocks and may let go of them in the next schedule. Who reads them longer (a push) retains
+    them while handling the event.
     """
 
     key: SequenceKey

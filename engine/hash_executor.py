@@ -2,7 +2,8 @@
 
 Each token's K and V row is a hash of the token, its position and the bytes of *all* earlier rows as they lie in the
 pool now, read through the block table. So any wrong, stale, shifted or missing byte changes what comes after it, while
-batching, chunking, preemption and the blocks used change nothing. Standard library only; knows no clock.
+batching, chunking, preemption and the blocks used change nothing (the block size does: it is part of the layout).
+Standard library only; knows no clock.
 """
 
 from __future__ import annotations

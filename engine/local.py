@@ -39,14 +39,13 @@ class LocalEngine:
             self.add(spec)
         while self.scheduler.has_work:
             events = self.step()
-            assert events, "nothing can run and nothing will change that"
+            assert events or not self.scheduler.has_work, "nothing can run and nothing will change that"
             yield from events
 
     def generate(self, specs: Iterable[SequenceSpec]) -> dict[SequenceKey, tuple[int, ...]]:
-        """The sampled tokens of each sequence, from its first_index on; all of them run in one batch."""
-        specs = tuple(specs)
-        tokens: dict[SequenceKey, list[int]] = {spec.key: [] for spec in specs}
+        """The tokens sampled for these sequences, and for any added before, all in one batch until all have ended."""
+        tokens: dict[SequenceKey, list[int]] = {}
         for event in self.stream(specs):
             if isinstance(event, Sampled):
-                tokens[event.key].append(event.token_id)
+                tokens.setdefault(event.key, []).append(event.token_id)
         return {key: tuple(sampled) for key, sampled in tokens.items()}

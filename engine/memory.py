@@ -56,4 +56,4 @@ class HostPool:
     def _offset(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block_id {block_id} is not in a pool of {self.num_blocks} blocks")
-        return self.layout.offset(block_id)
+        return block_id * self.block_bytes

@@ -12,7 +12,8 @@ The life of a sequence here:
 5. out of blocks: the youngest sequences not in this plan give theirs up (preempted), just enough of them, and go to the
    front of the queue with nothing computed. If that would not suffice nobody is preempted and the sequence waits. So
    the oldest always moves on.
-6. end: a stop rule fires or abort is called; the blocks are released, for a sequence in a plan in flight only at apply.
+6. end: a stop rule fires or abort is called; the blocks are released. If a plan in flight uses them, that waits for
+   apply; if the sequence ended with its prompt, for the next schedule, so that a push can retain them first.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Scheduler:
         self._slices: list[SequenceSlice] = []
         self._last_resort = False
         self._events: list[Preempted] = []  # of schedule, handed out by the next apply
+        self._ended: list[SequenceState] = []  # released by the next schedule
 
     @property
     def num_running(self) -> int:
@@ -87,7 +89,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        """Whether schedule should be called (again), if only to release the blocks of what has ended."""
+        return bool(self._sequences or self._ended)
 
     @property
     def spare_blocks(self) -> int:
@@ -133,6 +136,8 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run now. Its apply must come before the next schedule."""
         assert self._plan is None, f"step {self._num_steps} was not applied"
+        while self._ended:
+            self._release(self._ended.pop())
         while self._queues.ready and len(self._queues.running) < self._budgets.max_sequences:
             self._queues.run(self._queues.ready.popleft(), promised=0)
         self._plan_slices()
@@ -148,7 +153,10 @@ class Scheduler:
         return self._plan
 
     def apply(self, plan: Plan, result: Result) -> tuple[Event, ...]:
-        """Take in what the plan in flight computed. Rows of sequences aborted since then are dropped."""
+        """Take in what the plan in flight computed. Rows of sequences aborted since then are dropped.
+
+        Blocks named by a Computed event stay HELD at least until the next schedule, also if the sequence ended.
+        """
         assert plan is self._plan, f"step {plan.step_id} is not in flight"
         assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
         assert len(result.token_ids) == plan.num_samples, f"{len(result.token_ids)} tokens, want {plan.num_samples}"
@@ -167,19 +175,22 @@ class Scheduler:
             seq.num_computed += len(rows.token_ids)
             self._queued_tokens -= len(rows.token_ids)
             if token_id is not None:
-                self._append(seq, rows.index, token_id, events)
+                self._append(seq, rows, token_id, events)
         return tuple(events)
 
-    def _append(self, seq: SequenceState, index: int, token_id: int, events: list[Event]) -> None:
-        key = seq.spec.key
-        events.append(Sampled(key, index, token_id))
+    def _append(self, seq: SequenceState, rows: SequenceSlice, token_id: int, events: list[Event]) -> None:
+        events.append(Sampled(rows.key, rows.index, token_id))
         seq.known.append(token_id)
         self._queued_tokens += 1
-        reason = seq.spec.stop.finish_of(index, token_id)
-        if reason is not None:
-            self._forget(seq)
+        reason = seq.spec.stop.finish_of(rows.index, token_id)
+        if reason is None:
+            return
+        self._forget(seq)
+        if rows.start < seq.prompt_end:
+            self._ended.append(seq)
+        else:
             self._release(seq)
-            events.append(Finished(key, reason, index + 1))
+        events.append(Finished(rows.key, reason, rows.index + 1))
 
     def _plan_slices(self) -> None:
         """Fill the step. As a last resort, when nothing could run, anyone younger or waiting may be preempted."""
