@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class RpcServer:
         try:
             return self.grpc.add_insecure_port(address)
         except RuntimeError as error:
-            message = f"cannot listen on {address}: {_reason(error)}"
+            message = f"cannot listen on {address}: {_reason(address)}"
             raise FailedPrecondition(message, field="listen") from error
 
     async def start(self) -> None:
@@ -97,5 +98,12 @@ class RpcServer:
             await self.grpc.stop(LAST_WORD_S if not self.edge.running else None)
 
 
-def _reason(error: RuntimeError) -> str:
-    return "the port is in use" if "in use" in str(error).lower() else str(error)
+def _reason(address: str) -> str:
+    """Why nothing can listen there: the library does not say, so a plain socket is asked."""
+    host, _, port = address.rpartition(":")
+    try:
+        for family, *_, where in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+            socket.create_server(where[:2], family=family).close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "the library refused the address"

@@ -238,7 +238,9 @@ async def test_a_message_over_the_limit_is_refused_and_the_connection_goes_on():
 async def test_a_port_in_use_is_an_error_that_names_the_address():
     async with serving() as s:
         other = RpcServer()
-        with pytest.raises(errors.FailedPrecondition, match=f"cannot listen on {s.address}") as caught:
+        with pytest.raises(
+            errors.FailedPrecondition, match=f"cannot listen on {s.address}: Address already in use"
+        ) as caught:
             other.bind(s.address)
         assert caught.value.field == "listen"
 

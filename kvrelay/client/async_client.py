@@ -1,0 +1,157 @@
+"""The asyncio client: runs calls and streams on a grpc.aio channel. What they say and mean is in calls and fold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+
+from kvrelay.client import calls
+from kvrelay.client.calls import GENERATE, GenerateOptions, Operation, Prompt
+from kvrelay.client.fold import StreamFold
+from kvrelay.client.values import GenerateResult, ModelInfo, TokenEvent, Topology
+from kvrelay.config import DEFAULT_TARGET
+from kvrelay.errors import Cancelled, Internal
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import inference_pb2
+
+R = TypeVar("R", bound=Message)
+T = TypeVar("T")
+
+
+class AsyncStream:
+    """One generation. The call begins with the iteration and is cancelled when the iteration or `async with` is left.
+
+    Iterate once; `result` is there after the last token, `tokens` also when the stream failed.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, deadline_s: float | None
+    ) -> None:
+        self._method = channel.unary_stream(
+            GENERATE,
+            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+        self._request = request
+        self._deadline_s = deadline_s
+        self._call: grpc.aio.RpcContext | None = None
+        self._fold = StreamFold()
+
+    @property
+    def request_id(self) -> str:
+        return self._fold.request_id
+
+    @property
+    def tokens(self) -> list[TokenEvent]:
+        return self._fold.events
+
+    @property
+    def result(self) -> GenerateResult:
+        return self._fold.result
+
+    async def __aiter__(self) -> AsyncGenerator[TokenEvent, None]:
+        if self._call is not None:
+            raise Internal("a stream can be iterated once")
+        began = time.monotonic()
+        call = self._call = self._method(self._request, timeout=self._deadline_s)
+        try:
+            async for message in call:
+                event = self._fold.feed(message, time.monotonic() - began)
+                if event is not None:
+                    yield event
+            _ = self.result
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.CancelledError:
+            # grpc.aio raises the same for a call that `cancel` ended and for a task that is being cancelled.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Cancelled("the stream was cancelled") from None
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the call if it runs. Dropping it would not: grpc keeps calls alive."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def collect(self) -> GenerateResult:
+        """Reads to the end and returns the result."""
+        async for _ in self:
+            pass
+        return self.result
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """Talks to one coordinator. timeout: seconds for every call but generate, which has deadline_s.
+
+    Opens a channel in the running event loop; `async with` or `close` ends it.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, timeout: float = 10.0) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._channel = open_channel(target)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Streams tokens: `async for token in client.generate(...)`. See GenerateOptions."""
+        return AsyncStream(self._channel, calls.generate_request(prompt, options), options.get("deadline_s"))
+
+    async def tokenize(self, text: str, *, model: str = "") -> list[int]:
+        return await self._run(calls.tokenize(text, model))
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        return await self._run(calls.detokenize(token_ids, model))
+
+    async def list_models(self) -> list[str]:
+        return await self._run(calls.list_models())
+
+    async def get_model(self, model: str = "") -> ModelInfo:
+        return await self._run(calls.get_model(model))
+
+    async def topology(self) -> Topology:
+        return await self._run(calls.topology())
+
+    async def drain_worker(self, worker_id: str, *, grace_s: float = 30.0) -> None:
+        await self._run(calls.drain_worker(worker_id, grace_s))
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the channel."""
+        await self._channel.close()
+
+    async def _run(self, operation: Operation[R, T]) -> T:
+        method = self._channel.unary_unary(
+            operation.path, request_serializer=_serialize, response_deserializer=operation.parse
+        )
+        try:
+            return operation.read(await method(operation.request, timeout=self._timeout))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()

@@ -1,0 +1,192 @@
+"""Every call as a value: path, request, how to read the answer. Both clients run these; neither knows a proto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict, TypeVar
+
+from google.protobuf.message import Message
+
+from kvrelay.client.values import Blocks, ModelInfo, Topology, WorkerStatus
+from kvrelay.errors import InvalidArgument
+from kvrelay.v1 import admin_pb2, common_pb2, inference_pb2, model_pb2
+
+GENERATE = "/kvrelay.v1.InferenceService/Generate"
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages: mappings with role and content."""
+R = TypeVar("R", bound=Message)
+T = TypeVar("T")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of a generation; what is absent or None takes the server's default.
+
+    stop: strings that end the text and are not part of it. deadline_s: for the whole stream.
+    request_label: the caller's own name for the request, for logs; never a key.
+    """
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool | None
+    model: str
+    deadline_s: float | None
+    request_label: str
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[R, T]):
+    """A unary call: what to send where, and how to read what comes back."""
+
+    path: str
+    request: Message
+    parse: Callable[[bytes], R]
+    read: Callable[[R], T]
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """The request of a generation. InvalidArgument names what does not even fit the wire; the rest is the server's."""
+    request = inference_pb2.GenerateRequest()
+    _fill_prompt(request, prompt)
+    for name in ("temperature", "top_p", "top_k", "seed"):
+        _assign(request.sampling, name, options.get(name), f"sampling.{name}")
+    for name in ("max_tokens", "ignore_eos", "cache_salt", "model"):
+        _assign(request, name, options.get(name), name)
+    _assign(request, "client_request_id", options.get("request_label"), "client_request_id")
+    stop = options.get("stop") or ()
+    _extend(request.stop, (stop,) if isinstance(stop, str) else stop, "stop")
+    _extend(request.stop_token_ids, options.get("stop_token_ids") or (), "stop_token_ids")
+    return request
+
+
+def _fill_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        return _assign(request, "text", prompt, "text")
+    if prompt and isinstance(prompt[0], Mapping):
+        for index, message in enumerate(prompt):
+            where = f"chat.messages[{index}]"
+            if not isinstance(message, Mapping):
+                raise InvalidArgument(f"{where} is not a mapping with role and content", field=where)
+            added = request.chat.messages.add()
+            for name in ("role", "content"):
+                _assign(added, name, message.get(name, ""), f"{where}.{name}")
+        return None
+    request.tokens.SetInParent()
+    return _extend(request.tokens.ids, prompt, "tokens.ids")
+
+
+def _assign(message: Message, name: str, value: object, path: str) -> None:
+    """Sets a field unless the value is None. Protobuf's own refusals (type, range, lone surrogates) name no field."""
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path} cannot be sent: {error}", field=path) from error
+
+
+def _extend(repeated: Any, values: Sequence[object], path: str) -> None:
+    """Extends a repeated field of any scalar type."""
+    try:
+        repeated.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path} cannot be sent: {error}", field=path) from error
+
+
+def tokenize(text: str, model: str) -> Operation[inference_pb2.TokenizeResponse, list[int]]:
+    request = inference_pb2.TokenizeRequest(model=model)
+    _assign(request, "text", text, "text")
+    path = "/kvrelay.v1.InferenceService/Tokenize"
+    return Operation(path, request, inference_pb2.TokenizeResponse.FromString, lambda answer: list(answer.token_ids))
+
+
+def detokenize(token_ids: Sequence[int], model: str) -> Operation[inference_pb2.DetokenizeResponse, str]:
+    request = inference_pb2.DetokenizeRequest(model=model)
+    _extend(request.token_ids, token_ids, "token_ids")
+    path = "/kvrelay.v1.InferenceService/Detokenize"
+    return Operation(path, request, inference_pb2.DetokenizeResponse.FromString, lambda answer: answer.text)
+
+
+def list_models() -> Operation[model_pb2.ListModelsResponse, list[str]]:
+    request, parse = model_pb2.ListModelsRequest(), model_pb2.ListModelsResponse.FromString
+    return Operation("/kvrelay.v1.ModelService/ListModels", request, parse, lambda answer: list(answer.model_ids))
+
+
+def get_model(model: str) -> Operation[model_pb2.GetModelResponse, ModelInfo]:
+    request, parse = model_pb2.GetModelRequest(model=model), model_pb2.GetModelResponse.FromString
+    return Operation("/kvrelay.v1.ModelService/GetModel", request, parse, _model_info)
+
+
+def topology() -> Operation[admin_pb2.GetTopologyResponse, Topology]:
+    request, parse = admin_pb2.GetTopologyRequest(), admin_pb2.GetTopologyResponse.FromString
+    return Operation("/kvrelay.v1.AdminService/GetTopology", request, parse, _topology)
+
+
+def drain_worker(worker_id: str, grace_s: float) -> Operation[admin_pb2.DrainWorkerResponse, None]:
+    request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_s=grace_s)
+    parse = admin_pb2.DrainWorkerResponse.FromString
+    return Operation("/kvrelay.v1.AdminService/DrainWorker", request, parse, lambda _: None)
+
+
+def _model_info(answer: model_pb2.GetModelResponse) -> ModelInfo:
+    return ModelInfo(
+        model_id=answer.identity.model_id,
+        fingerprint=answer.identity.fingerprint,
+        vocab_size=answer.identity.vocab_size,
+        context_limit=answer.context_limit,
+        eos_token_ids=tuple(answer.eos_token_ids),
+        block_size=answer.block_size,
+        chat_template=answer.chat_template,
+        max_stop_strings=answer.max_stop_strings,
+        max_stop_string_bytes=answer.max_stop_string_bytes,
+        max_n=answer.max_n,
+        max_request_bytes=answer.max_request_bytes,
+    )
+
+
+def _topology(answer: admin_pb2.GetTopologyResponse) -> Topology:
+    return {
+        "coordinator_id": answer.coordinator_id,
+        "queued_requests": answer.queued_requests,
+        "open_requests": answer.open_requests,
+        "workers": [_worker_status(worker) for worker in answer.workers],
+    }
+
+
+def _worker_status(worker: admin_pb2.WorkerStatus) -> WorkerStatus:
+    about, load = worker.description, worker.load
+    known = about.role in common_pb2.Role.values()
+    return {
+        "id": about.worker_id,
+        "role": common_pb2.Role.Name(about.role).removeprefix("ROLE_").lower() if known else str(about.role),
+        "incarnation": about.incarnation,
+        "pid": about.pid,
+        "address": about.address,
+        "transport": about.transport,
+        "executor": about.executor,
+        "blocks": _blocks(load.blocks),
+        "running": load.running,
+        "waiting": load.waiting,
+        "queued_tokens": load.queued_tokens,
+        "transfers_in_flight": load.transfers_in_flight,
+        "tokens_per_s": load.tokens_per_s,
+        "draining": load.draining,
+        "silent_s": worker.silent_s,
+    }
+
+
+def _blocks(counts: common_pb2.BlockCounts) -> Blocks:
+    return {
+        "total": counts.total,
+        "free": counts.free,
+        "held": counts.held,
+        "cached": counts.cached,
+        "reserved": counts.reserved,
+        "quarantined": counts.quarantined,
+    }

@@ -1,0 +1,90 @@
+"""Folds the messages of one stream into tokens and a result; the same for both clients. Knows no channel, no clock."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from kvrelay.client.values import GenerateResult, HandOff, TokenEvent, Usage
+from kvrelay.errors import Internal
+from kvrelay.v1 import common_pb2, inference_pb2
+
+FINISH_REASONS: dict[int, str] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+class StreamFold:
+    """Takes messages in order, each with the time it came; checks that no token is lost, doubled or late."""
+
+    def __init__(self) -> None:
+        self._accepted = inference_pb2.Accepted()
+        self._events: list[TokenEvent] = []
+        self._result: GenerateResult | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The server's id of the request; empty until it accepted."""
+        return self._accepted.request_id
+
+    @property
+    def events(self) -> list[TokenEvent]:
+        """The tokens so far; theirs also when the stream then fails."""
+        return self._events
+
+    @property
+    def result(self) -> GenerateResult:
+        """Internal if the stream has not ended well: it was left, it failed, or it is still running."""
+        if self._result is None:
+            raise Internal(f"the stream has no result: {len(self._events)} tokens came, but no finish")
+        return self._result
+
+    def feed(self, message: inference_pb2.GenerateResponse, received_s: float) -> TokenEvent | None:
+        """The token in a message, None if it holds none. Internal if the server broke its promise."""
+        if self._result is not None:
+            raise Internal("a message came after the finish")
+        match message.WhichOneof("event"):
+            case "accepted":
+                self._accepted = message.accepted
+            case "token":
+                return self._token(message.token, received_s)
+            case "finished":
+                self._result = self._finish(message.finished)
+            case None:
+                pass  # an event of a newer server, which old clients may skip
+        return None
+
+    def _token(self, token: inference_pb2.Token, received_s: float) -> TokenEvent:
+        due = len(self._events)
+        if token.index != due:
+            raise Internal(f"token {token.index} came where token {due} was due")
+        event = TokenEvent(token.index, token.token_id, token.text, token.offset_s, received_s)
+        self._events.append(event)
+        return event
+
+    def _finish(self, finished: inference_pb2.Finished) -> GenerateResult:
+        if finished.reason not in FINISH_REASONS:
+            raise Internal(f"the stream finished for an unknown reason: {finished.reason}")
+        usage, times = finished.usage, [event.received_s * 1000 for event in self._events]
+        return GenerateResult(
+            request_id=self._accepted.request_id,
+            token_ids=tuple(event.token_id for event in self._events),
+            text="".join(event.text for event in self._events) + finished.text,
+            tail=finished.text,
+            finish_reason=FINISH_REASONS[finished.reason],
+            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            seed=self._accepted.seed,
+            model=self._accepted.model,
+            ttft_ms=times[0] if times else None,
+            gaps_ms=tuple(later - earlier for earlier, later in pairwise(times)),
+            prefill_worker=finished.prefill_worker,
+            decode_worker=finished.decode_worker,
+            hand_off=_hand_off(finished),
+        )
+
+
+def _hand_off(finished: inference_pb2.Finished) -> HandOff | None:
+    if not finished.HasField("hand_off"):
+        return None
+    cost = finished.hand_off
+    return HandOff(cost.transport, cost.num_blocks, cost.num_bytes, cost.seconds, cost.exposed_s)

@@ -1,0 +1,113 @@
+"""What a client gets back, free of protos. Knows neither channels nor how a stream is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token. text may be empty: it is what became certain with this token, and the pieces join to the answer.
+
+    offset_s: since the server received the request, its clock; received_s: since the call began, this client's clock.
+    """
+
+    index: int
+    token_id: int
+    text: str
+    offset_s: float
+    received_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """What moving the KV blocks from prefill to decode cost. exposed_s: landed minus token 0."""
+
+    transport: str
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A stream that ended well. tail: the end of text, which came with the finish and not with a token.
+
+    ttft_ms and gaps_ms (one per token but the first) are what this client saw; finish_reason: stop or length.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    tail: str
+    finish_reason: str
+    usage: Usage
+    seed: int
+    model: str
+    ttft_ms: float | None
+    gaps_ms: tuple[float, ...]
+    prefill_worker: str
+    decode_worker: str
+    hand_off: HandOff | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model and the limits its requests are checked against. A prompt has 1 .. context_limit - 1 tokens."""
+
+    model_id: str
+    fingerprint: str
+    vocab_size: int
+    context_limit: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    chat_template: bool
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_n: int
+    max_request_bytes: int
+
+
+class Blocks(TypedDict):
+    total: int
+    free: int
+    held: int
+    cached: int
+    reserved: int
+    quarantined: int
+
+
+class WorkerStatus(TypedDict):
+    """One worker as the coordinator sees it. silent_s: since it was last heard."""
+
+    id: str
+    role: str
+    incarnation: str
+    pid: int
+    address: str
+    transport: str
+    executor: str
+    blocks: Blocks
+    running: int
+    waiting: int
+    queued_tokens: int
+    transfers_in_flight: int
+    tokens_per_s: float
+    draining: bool
+    silent_s: float
+
+
+class Topology(TypedDict):
+    coordinator_id: str
+    queued_requests: int
+    open_requests: int
+    workers: list[WorkerStatus]

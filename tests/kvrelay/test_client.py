@@ -1,0 +1,375 @@
+"""Both clients against a small server in this process: tokens, results, errors, leaving early, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvrelay import client as kv
+from kvrelay import errors
+from kvrelay.client.calls import generate_request
+from kvrelay.client.fold import StreamFold
+from kvrelay.rpc.server import RpcServer
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from kvrelay.v1 import inference_pb2 as pb
+
+
+class Inference(inference_pb2_grpc.InferenceServiceServicer):
+    """Says `max_tokens` tokens; the prompt's text may ask for trouble."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.left = threading.Event()
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        if request.text == "refuse":
+            raise errors.ResourceExhausted("full", field="prompt", retry_after_s=0.5)
+        yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r1", prompt_tokens=3, seed=2**63, model="m"))
+        try:
+            for index in range(request.max_tokens):
+                yield pb.GenerateResponse(
+                    token=pb.Token(index=index, token_id=100 + index, text=f"t{index} ", offset_s=0.1)
+                )
+                if request.text in ("endless", "silent"):
+                    await asyncio.sleep(0.01 if request.text == "endless" else 30)
+            if request.text == "break":
+                raise errors.Unavailable("worker d1 was lost")
+            if request.text == "cancel":
+                raise errors.Cancelled("drained")
+            if request.text == "cut":
+                return
+            yield pb.GenerateResponse(finished=self.finish(request))
+        except (asyncio.CancelledError, GeneratorExit):
+            self.left.set()
+            raise
+
+    def finish(self, request):
+        return pb.Finished(
+            reason=common_pb2.FINISH_REASON_LENGTH,
+            text="end",
+            usage=pb.Usage(prompt_tokens=3, completion_tokens=request.max_tokens, cached_tokens=1),
+            prefill_worker="p1",
+            decode_worker="d1",
+            hand_off=pb.HandOff(transport="nixl", num_blocks=2, num_bytes=64, seconds=0.5, exposed_s=0.25),
+        )
+
+    async def Tokenize(self, request, context):
+        return pb.TokenizeResponse(token_ids=map(ord, request.text))
+
+    async def Detokenize(self, request, context):
+        if request.model == "other":
+            raise errors.NotFound("no model 'other'", field="model")
+        return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+
+
+class Models(model_pb2_grpc.ModelServiceServicer):
+    async def ListModels(self, request, context):
+        return model_pb2.ListModelsResponse(model_ids=["m"])
+
+    async def GetModel(self, request, context):
+        identity = common_pb2.ModelIdentity(model_id="m", fingerprint="f", vocab_size=9)
+        return model_pb2.GetModelResponse(identity=identity, context_limit=64, eos_token_ids=[2], chat_template=True)
+
+
+class Admin(admin_pb2_grpc.AdminServiceServicer):
+    async def GetTopology(self, request, context):
+        about = common_pb2.WorkerDescription(worker_id="d1", role=common_pb2.ROLE_DECODE, incarnation="i", pid=7)
+        counts = common_pb2.BlockCounts(total=8, free=5, held=1, cached=1, reserved=1)
+        load = common_pb2.Load(blocks=counts, running=2, waiting=1, transfers_in_flight=3, tokens_per_s=4.5)
+        worker = admin_pb2.WorkerStatus(description=about, load=load, silent_s=0.25)
+        return admin_pb2.GetTopologyResponse(workers=[worker], coordinator_id="c", open_requests=2)
+
+    async def DrainWorker(self, request, context):
+        raise errors.Unimplemented("drain is not built yet", field="worker_id")
+
+
+class Serving:
+    """The server on a loop and thread of its own, so that the sync client may block this one."""
+
+    def __init__(self) -> None:
+        self.inference = Inference()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.target = self.run(self._start())
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    async def _start(self) -> str:
+        self.server = RpcServer()
+        add = self.server.add
+        add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.inference, "kvrelay.v1.InferenceService")
+        add(model_pb2_grpc.add_ModelServiceServicer_to_server, Models(), "kvrelay.v1.ModelService")
+        add(admin_pb2_grpc.add_AdminServiceServicer_to_server, Admin(), "kvrelay.v1.AdminService")
+        port = self.server.bind("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    def close(self) -> None:
+        self.run(self.server.stop(0))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@pytest.fixture
+def serving():
+    server = Serving()
+    yield server
+    server.close()
+
+
+class Synchronous:
+    """The sync client with the async one's face, so that one test serves both."""
+
+    def __init__(self, target: str) -> None:
+        self.client = kv.Client(target)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self.client.close()
+
+    def generate(self, *args, **options):
+        return SynchronousStream(self.client.generate(*args, **options))
+
+    def __getattr__(self, name):
+        async def call(*args, **options):
+            return getattr(self.client, name)(*args, **options)
+
+        return call
+
+
+class SynchronousStream:
+    def __init__(self, stream) -> None:
+        self.stream = stream
+
+    async def __aiter__(self):
+        iterator = iter(self.stream)
+        try:
+            while (event := await asyncio.to_thread(next, iterator, None)) is not None:
+                yield event
+        finally:
+            iterator.close()
+
+    async def __aenter__(self):
+        self.stream.__enter__()
+        return self
+
+    async def __aexit__(self, *problem):
+        self.stream.__exit__(*problem)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+@pytest.fixture(params=[kv.AsyncClient, Synchronous])
+async def client(request, serving):
+    async with request.param(serving.target) as opened:
+        yield opened
+
+
+async def test_a_stream_yields_its_tokens_and_then_has_a_result(client):
+    stream = client.generate("hi", max_tokens=3)
+    events = [event async for event in stream]
+    assert [(e.index, e.token_id, e.text, e.offset_s) for e in events] == [
+        (0, 100, "t0 ", 0.1),
+        (1, 101, "t1 ", 0.1),
+        (2, 102, "t2 ", 0.1),
+    ]
+    result = stream.result
+    times = [event.received_s for event in events]
+    assert times == sorted(times)
+    assert (result.request_id, result.token_ids, result.text, result.tail) == (
+        "r1",
+        (100, 101, 102),
+        "t0 t1 t2 end",
+        "end",
+    )
+    assert (result.finish_reason, result.seed, result.model) == ("length", 2**63, "m")
+    assert result.usage == kv.Usage(3, 3, 1)
+    assert result.hand_off == kv.HandOff("nixl", 2, 64, 0.5, 0.25)
+    assert (result.prefill_worker, result.decode_worker) == ("p1", "d1")
+    assert result.ttft_ms == times[0] * 1000
+    assert result.gaps_ms == pytest.approx(((times[1] - times[0]) * 1000, (times[2] - times[1]) * 1000))
+
+
+async def test_options_reach_the_server_and_absent_ones_stay_absent(client, serving):
+    async for _ in client.generate(
+        [1, 2, 3],
+        max_tokens=1,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=4,
+        seed=2**64 - 1,
+        stop=["a", "b"],
+        stop_token_ids=[7],
+        ignore_eos=True,
+        model="m",
+        request_label="mine",
+    ):
+        pass
+    async for _ in client.generate([{"role": "user", "content": "hi"}], max_tokens=1, stop="one"):
+        pass
+    full, bare = serving.inference.requests
+    expected = pb.GenerateRequest(
+        tokens=pb.TokenIds(ids=[1, 2, 3]),
+        sampling=common_pb2.SamplingParams(temperature=0.0, top_p=0.5, top_k=4, seed=2**64 - 1),
+        max_tokens=1,
+        stop=["a", "b"],
+        stop_token_ids=[7],
+        ignore_eos=True,
+        model="m",
+        client_request_id="mine",
+    )
+    assert full == expected
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert bare == pb.GenerateRequest(chat=chat, max_tokens=1, stop=["one"])
+
+
+async def test_a_refusal_is_our_error_with_its_field_and_retry_time(client):
+    with pytest.raises(errors.ResourceExhausted, match="full") as caught:
+        await anext(aiter(client.generate("refuse")))
+    assert (caught.value.field, caught.value.retry_after_s) == ("prompt", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("break", errors.Unavailable), ("cancel", errors.Cancelled), ("cut", errors.Internal)]
+)
+async def test_a_stream_that_breaks_raises_after_its_tokens_and_has_no_result(client, text, kind):
+    stream = client.generate(text, max_tokens=2)
+    with pytest.raises(kind):
+        _ = [event async for event in stream]
+    assert [event.index for event in stream.tokens] == [0, 1]
+    with pytest.raises(errors.Internal, match="no result: 2 tokens came"):
+        _ = stream.result
+
+
+async def test_leaving_the_loop_cancels_the_call_at_the_server(client, serving):
+    async for event in client.generate("endless", max_tokens=10_000):
+        if event.index == 2:
+            break
+    assert await asyncio.to_thread(serving.inference.left.wait, 5)
+
+
+async def test_leaving_the_with_block_cancels_the_call_at_the_server(client, serving):
+    async with client.generate("endless", max_tokens=10_000) as stream:
+        iterator = aiter(stream)
+        assert (await anext(iterator)).index == 0
+    assert await asyncio.to_thread(serving.inference.left.wait, 5)
+    with pytest.raises(errors.Cancelled):
+        async for _ in iterator:
+            pass
+
+
+async def test_cancelling_the_reading_task_stays_a_cancellation(serving):
+    async with kv.AsyncClient(serving.target) as client:
+        stream = client.generate("silent", max_tokens=2)
+        task = asyncio.create_task(stream.collect())
+        async with asyncio.timeout(5):
+            while not stream.tokens:  # noqa: ASYNC110  # tokens come without an event
+                await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(serving.inference.left.wait, 5)
+
+
+async def test_a_deadline_ends_the_stream_on_both_sides(client, serving):
+    began = time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded):
+        async for _ in client.generate("silent", max_tokens=2, deadline_s=0.3):
+            pass
+    assert 0.25 < time.monotonic() - began < 2.0
+    assert await asyncio.to_thread(serving.inference.left.wait, 5)
+
+
+async def test_no_server_is_unavailable_at_once():
+    server_less = "127.0.0.1:9"
+    async with kv.AsyncClient(server_less) as client:
+        with pytest.raises(errors.Unavailable):
+            await client.topology()
+    with kv.Client(server_less) as client, pytest.raises(errors.Unavailable):
+        client.generate("hi").collect()
+
+
+async def test_topology_is_a_dict_for_a_status_command(client):
+    topology = await client.topology()
+    (worker,) = topology["workers"]
+    blocks = {"total": 8, "free": 5, "held": 1, "cached": 1, "reserved": 1, "quarantined": 0}
+    expected = {
+        "id": "d1",
+        "role": "decode",
+        "incarnation": "i",
+        "pid": 7,
+        "blocks": blocks,
+        "running": 2,
+        "waiting": 1,
+    }
+    assert {key: worker[key] for key in expected} == expected
+    assert (worker["transfers_in_flight"], worker["tokens_per_s"], worker["silent_s"]) == (3, 4.5, 0.25)
+    assert (topology["coordinator_id"], topology["open_requests"]) == ("c", 2)
+
+
+async def test_the_small_calls_answer_and_map_errors(client):
+    assert await client.tokenize("ab") == [97, 98]
+    assert await client.detokenize([97, 98]) == "ab"
+    assert await client.list_models() == ["m"]
+    info = await client.get_model()
+    assert (info.model_id, info.context_limit, info.eos_token_ids, info.chat_template) == ("m", 64, (2,), True)
+    with pytest.raises(errors.NotFound) as caught:
+        await client.detokenize([1], model="other")
+    assert caught.value.field == "model"
+    with pytest.raises(errors.Unimplemented):
+        await client.drain_worker("d1")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([2**63], {}, "tokens.ids"),
+        (["a"], {}, "tokens.ids"),
+        ("\ud800", {}, "text"),
+        ([{"role": "user"}, 7], {}, "chat.messages[1]"),
+        ([{"role": 7}], {}, "chat.messages[0].role"),
+        ("a", {"seed": -1}, "sampling.seed"),
+        ("a", {"temperature": "hot"}, "sampling.temperature"),
+        ("a", {"max_tokens": 2**63}, "max_tokens"),
+        ("a", {"stop": [1]}, "stop"),
+        ("a", {"stop_token_ids": [1.5]}, "stop_token_ids"),
+    ],
+)
+def test_what_does_not_fit_the_wire_is_refused_by_name(prompt, options, field):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        generate_request(prompt, options)
+    assert caught.value.field == field
+
+
+def test_what_the_server_must_judge_is_sent_as_it_is():
+    assert math.isnan(generate_request("a", {"temperature": math.nan}).sampling.temperature)
+    assert generate_request("a", {"max_tokens": -1}).max_tokens == -1
+    assert generate_request([], {}).WhichOneof("prompt") == "tokens"
+    assert generate_request("", {}).WhichOneof("prompt") == "text"
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_doubled_or_lost_token_is_an_error_of_the_server(index):
+    fold = StreamFold()
+    fold.feed(pb.GenerateResponse(token=pb.Token(index=0)), 0.1)
+    with pytest.raises(errors.Internal, match=f"token {index} came where token 1 was due"):
+        fold.feed(pb.GenerateResponse(token=pb.Token(index=index)), 0.2)
+
+
+def test_the_client_needs_neither_torch_nor_numpy():
+    code = "import sys, kvrelay.client; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
