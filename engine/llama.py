@@ -105,25 +105,25 @@ class LlamaModel:
 
         pool is [num_blocks, kv_heads, layers, 2, block_size, head_dim].
         """
-        eps, threads, dtype = self._config.rms_eps, self._backends.threads, self._backends.activation_dtype
-        residual = self._embed(batch.token_ids).to(dtype)
+        eps, threads, rows = self._config.rms_eps, self._backends.threads, batch.sample_rows
+        residual = self._embed(batch.token_ids).to(self._backends.activation_dtype)
         attended = residual.new_empty(residual.shape[0], self._config.heads * self._config.head_dim)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps, threads=threads)
         for i, layer in enumerate(self._layers):
             self._backends.attention.forward(i, layer.qkv(x), pool, batch, self._rope, attended)
+            if i + 1 == len(self._layers) and len(rows) < batch.num_tokens:
+                # All KV is written: from here on only rows that sample matter.
+                if not len(rows):
+                    return torch.empty(0, self._config.vocab)
+                attended, residual = attended[rows], residual[rows]
             x = ops.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps, threads=threads)
             x = layer.down(ops.silu_mul(layer.gate_up(x), threads=threads))
-            if i + 1 < len(self._layers):
-                x = ops.add_rms_norm(x, residual, self._layers[i + 1].input_norm, eps, threads=threads)
-        return self._logits(x, residual, batch.sample_rows)
+            x = ops.add_rms_norm(x, residual, self._following_norm(i), eps, threads=threads)
+        return self._head(x).float()
 
-    def _logits(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if not rows.numel():
-            return residual.new_empty(0, self._config.vocab, dtype=torch.float32)
-        last = ops.add_rms_norm(
-            x[rows], residual[rows], self._norm, self._config.rms_eps, threads=self._backends.threads
-        )
-        return self._head(last).float()
+    def _following_norm(self, index: int) -> torch.Tensor:
+        """The norm that stands after a layer: the next layer's first, or the model's last."""
+        return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
 
 
 def _load_ends(config: ModelConfig, checkpoint: Checkpoint, backends: Backends) -> tuple[Linear, Linear]:
