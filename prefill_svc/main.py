@@ -86,9 +86,10 @@ class PrefillMain:
                 shell.transport.add_peer, welcome.incarnation, welcome.transport_metadata, welcome.pool
             )
 
-        def forget(peer: Incarnation) -> None:
+        async def forget(peer: Incarnation) -> None:
             assert shell.transport is not None
-            shell.transport.drop_peer(peer)
+            if not shell.stop.is_set():  # on the way out the whole transport is closed
+                await asyncio.to_thread(shell.transport.drop_peer, peer)
 
         shell.links = _PrefillLinks(LinkClient(shell.mailbox, hello, dial_link, tell_transport, forget))
         shell.hub = SessionHub(shell.mailbox, description, shell.load)

@@ -67,7 +67,7 @@ class LinkClient:
         hello: LinkHello,
         dial: Dial,
         add_peer: Callable[[LinkWelcome], Awaitable[None]],
-        drop_peer: Callable[[Incarnation], None],
+        drop_peer: Callable[[Incarnation], Awaitable[None]],
     ) -> None:
         self._mailbox = mailbox
         self._hello = hello
@@ -123,9 +123,9 @@ class LinkClient:
         finally:
             self._links.pop(target.peer, None)
             link.closed.set()
-            self._drop_peer(target.peer)
             self._mailbox.post(LinkClosed(target.peer, by_kernel=False, reason=reason))
             log.info("link closed", decode=target.worker_id, incarnation=target.peer, why=reason)
+        await self._drop_peer(target.peer)
 
     async def _talk(self, target: OpenLink, link: _Link, call: LinkCall) -> None:
         await call.write(replace(self._hello, decode_incarnation=target.peer))

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 WINDOW_S = 2.0
 
 
 class Throughput:
-    """Counts into windows of WINDOW_S; `per_s` is the last full window's rate, 0 after a silent one."""
+    """Remembers what each step of the last WINDOW_S brought."""
 
     def __init__(self) -> None:
-        self._started_at = 0.0
-        self._count = 0
-        self._rate = 0.0
-        self._rated_at = 0.0
+        self._steps: deque[tuple[float, int]] = deque()
+        self._sum = 0
 
     def add(self, num_tokens: int, now: float) -> None:
-        elapsed = now - self._started_at
-        if elapsed >= WINDOW_S:
-            self._rate = self._count / elapsed if elapsed < 2 * WINDOW_S else 0.0
-            self._rated_at = now
-            self._started_at = now
-            self._count = 0
-        self._count += num_tokens
+        self._steps.append((now, num_tokens))
+        self._sum += num_tokens
+        self._forget(now)
 
     def per_s(self, now: float) -> float:
-        return self._rate if now - self._rated_at < 2 * WINDOW_S else 0.0
+        self._forget(now)
+        return self._sum / WINDOW_S
+
+    def _forget(self, now: float) -> None:
+        while self._steps and self._steps[0][0] <= now - WINDOW_S:
+            self._sum -= self._steps.popleft()[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import pytest
 from support.pair import make_work
 
 from kvrelay.blocks import BlockCounts
@@ -92,12 +91,12 @@ def test_outbox_makes_one_report_a_session_and_drops_items_of_closed_ones() -> N
     assert outbox.drain(5, 1.6, LOAD) == []
 
 
-def test_throughput_is_the_last_windows_rate_and_zero_after_silence() -> None:
+def test_throughput_counts_the_last_two_seconds() -> None:
     rate = Throughput()
-    rate.add(1, 100.0)
-    for i in range(1, 21):
-        rate.add(10, 100.0 + i * 0.1)
-    assert rate.per_s(102.0) == pytest.approx(191 / 2.0)
+    for i in range(40):
+        rate.add(10, 100.0 + i * 0.125)
+    assert rate.per_s(104.875) == 16 * 10 / 2
+    assert rate.per_s(105.875) == 8 * 10 / 2
     assert rate.per_s(107.0) == 0.0
 
 
