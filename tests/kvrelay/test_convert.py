@@ -7,7 +7,7 @@ import math
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay import link, session
@@ -18,6 +18,8 @@ from kvrelay.rpc import convert
 from kvrelay.rpc.description_convert import layout_from_proto, table_to_proto
 from kvrelay.v1 import common_pb2, link_pb2, worker_pb2
 
+calmly = settings(deadline=None, max_examples=80)
+"""A busy machine is not a failure."""
 U32 = st.integers(0, 2**32 - 1)
 U32_POSITIVE = st.integers(1, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -174,32 +176,38 @@ def joined(protos: list[worker_pb2.Report]) -> session.Report:
     return functools.reduce(session.Report.merge, (convert.report_from_proto(over_the_wire(p)) for p in protos))
 
 
+@calmly
 @given(commands)
 def test_a_command_comes_back_as_it_was_sent(command):
     assert assemble(convert.command_to_protos(command)) == [command]
 
 
+@calmly
 @given(reports)
 def test_a_report_comes_back_as_it_was_sent(report):
     (proto,) = convert.report_to_protos(report)
     assert convert.report_from_proto(over_the_wire(proto)) == report
 
 
+@calmly
 @given(to_decode)
 def test_a_link_message_to_decode_comes_back_as_it_was_sent(message):
     assert convert.to_decode_from_proto(over_the_wire(convert.to_decode_to_proto(message))) == message
 
 
+@calmly
 @given(to_prefill)
 def test_a_link_message_to_prefill_comes_back_as_it_was_sent(message):
     assert convert.to_prefill_from_proto(over_the_wire(convert.to_prefill_to_proto(message))) == message
 
 
+@calmly
 @given(descriptions)
 def test_a_description_comes_back_as_it_was_sent(description):
     assert convert.description_from_proto(over_the_wire(convert.description_to_proto(description))) == description
 
 
+@calmly
 @given(loads)
 def test_a_load_comes_back_as_it_was_sent(load):
     assert convert.load_from_proto(over_the_wire(convert.load_to_proto(load))) == load
