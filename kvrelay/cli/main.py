@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import sys
 
-from kvrelay.cli.roles import ROLES, run_role
+from kvrelay.cli.problems import EXIT_INTERRUPTED
+from kvrelay.cli.role_names import ROLES
 
 
 def main() -> None:
     """Entry point: ends the process with the command's exit code."""
-    arguments = sys.argv[1:]
+    try:
+        sys.exit(_run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in ROLES:
-        sys.exit(run_role(arguments[0], arguments[1:]))
+        from kvrelay.cli.roles import run_role
+
+        return run_role(arguments[0], arguments[1:])
     from kvrelay.cli.app import app
 
     app(prog_name="kvrelay")
+    return 0
 
 
 if __name__ == "__main__":

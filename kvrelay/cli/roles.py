@@ -11,22 +11,12 @@ from collections.abc import Sequence
 
 from kvrelay.cli.parent import die_with_parent
 from kvrelay.cli.problems import EXIT_CONFIG, report
+from kvrelay.cli.role_names import ABOUT, EXAMPLES
 from kvrelay.config import CoordinatorConfig, WorkerConfig
 from kvrelay.config_load import CHOICES, keys_of, load_coordinator, load_worker
 from kvrelay.errors import KVRelayError
 from kvrelay.requests import Role
 
-ROLES = ("coordinator", "prefill", "decode")
-ABOUT = {
-    "coordinator": "Where requests enter: validates, tokenizes, places them on workers and streams the answer.",
-    "prefill": "A worker that turns prompts into KV blocks and pushes them to decode workers.",
-    "decode": "A worker that receives KV blocks and generates the tokens.",
-}
-EXAMPLES = {
-    "coordinator": "kvrelay coordinator --listen 0.0.0.0:50061 --model ./my-model",
-    "prefill": "kvrelay prefill --coordinator 10.0.0.1:50061 --advertise 10.0.0.2:50071 --listen 0.0.0.0:50071",
-    "decode": "kvrelay decode --coordinator 10.0.0.1:50061 --model ./my-model --threads 8 --pool-mb 4096",
-}
 HELP = {
     "listen": "HOST:PORT to serve on; port 0 picks a free one",
     "model": "model id (`kvrelay models list`) or a Hugging Face directory",

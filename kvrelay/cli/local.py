@@ -1,0 +1,155 @@
+"""`generate --local`: one engine in this process, no split. The reference that split serving is compared with.
+
+Validation, tokenizing and the text path are the coordinator's own; scheduler and executor are a worker's own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from coordinator.output import OutputText
+from coordinator.text import ByteCodec, HuggingFaceCodec, TextCodec
+from coordinator.validate import Limits, RawRequest, check, fit, sampling_of
+from engine.block_pool import BlockPool
+from engine.events import Sampled
+from engine.executor import Executor
+from engine.local import LocalEngine
+from engine.scheduler import Budgets, Scheduler
+from kvrelay.cli.ask import Ask, OnText
+from kvrelay.client import GenerateOptions, GenerateResult, Prompt, Usage
+from kvrelay.config import WorkerConfig
+from kvrelay.config_load import load_worker
+from kvrelay.models.builtin import BUILTIN_EOS
+from kvrelay.models.catalog import resolve
+from kvrelay.models.config import ModelConfig
+from kvrelay.requests import FinishReason, RequestId, Role, SequenceKey, SequenceSpec, SessionId, StopRule
+from kvrelay.session import ModelIdentity
+from worker.roles import build_executor, identity_of
+
+LOCAL = "local"
+
+
+def ask_local(engine: Mapping[str, object], options: GenerateOptions) -> Ask:
+    """engine: flags of a worker (model, dtype, executor, ...), None where not given."""
+
+    def ask(prompt: Prompt, on_text: OnText) -> GenerateResult:
+        config = load_worker(Role.DECODE, engine, env=os.environ)
+        identity, codec, eos_ids = _model_of(config)
+        executor = build_executor(config)
+        try:
+            context = min(identity.max_context, executor.pool.num_blocks * config.block_size)
+            has_template = codec.template is not None
+            limits = Limits(identity.model_id, identity.vocab_size, context, eos_ids, has_template)
+            return _generate(config, executor, codec, limits, _raw(prompt, options), on_text)
+        finally:
+            executor.close()
+
+    return ask
+
+
+def _model_of(config: WorkerConfig) -> tuple[ModelIdentity, TextCodec, tuple[int, ...]]:
+    identity = identity_of(config)
+    if config.executor != "torch":
+        return identity, ByteCodec(), (BUILTIN_EOS,)
+    directory = resolve(config.model)
+    facts = ModelConfig.from_dir(directory)
+    return identity, HuggingFaceCodec(directory, facts.vocab), facts.eos_ids
+
+
+def _raw(prompt: Prompt, options: GenerateOptions) -> RawRequest:
+    """The request as the coordinator would get it."""
+    text = prompt if isinstance(prompt, str) else None
+    chat = None if text is not None else tuple((m["role"], m["content"]) for m in prompt if isinstance(m, Mapping))
+    token_ids = None if text is not None or chat else tuple(i for i in prompt if isinstance(i, int))
+    return RawRequest(
+        text=text,
+        token_ids=token_ids,
+        chat=chat or None,
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        seed=options.get("seed"),
+        max_tokens=options.get("max_tokens"),
+        stop=tuple(options.get("stop") or ()),
+        ignore_eos=bool(options.get("ignore_eos")),
+    )
+
+
+def _generate(
+    config: WorkerConfig, executor: Executor, codec: TextCodec, limits: Limits, raw: RawRequest, on_text: OnText
+) -> GenerateResult:
+    began = time.perf_counter()
+    check(raw, limits)
+    prompt_ids = _prompt_ids(raw, codec)
+    stop = fit(raw, len(prompt_ids), limits)
+    sampling = sampling_of(raw, secrets.randbits(63), limits)
+    key = SequenceKey(SessionId(LOCAL), RequestId(f"local-{secrets.token_hex(8)}"), attempt=1)
+    spec = SequenceSpec(key, prompt_ids, len(prompt_ids), sampling, stop)
+    text = _Text(OutputText(codec.detokenizer(), raw.stop, stop.stop_token_ids), stop, on_text)
+    token_ids: list[int] = []
+    times_ms: list[float] = []
+    for token_id in _tokens(config, executor, spec):
+        times_ms.append((time.perf_counter() - began) * 1000.0)
+        token_ids.append(token_id)
+        if text.push(len(token_ids) - 1, token_id):
+            break
+    return GenerateResult(
+        request_id=key.request_id,
+        token_ids=tuple(token_ids),
+        text=text.text,
+        tail="",
+        finish_reason=text.reason.value,
+        usage=Usage(len(prompt_ids), len(token_ids), 0),
+        seed=sampling.seed,
+        model=limits.model_id,
+        ttft_ms=times_ms[0],
+        gaps_ms=tuple(later - earlier for earlier, later in pairwise(times_ms)),
+        prefill_worker=LOCAL,
+        decode_worker=LOCAL,
+        hand_off=None,
+    )
+
+
+def _prompt_ids(raw: RawRequest, codec: TextCodec) -> tuple[int, ...]:
+    if raw.token_ids is not None:
+        return raw.token_ids
+    if raw.text is not None:
+        return tuple(codec.encode(raw.text, add_special_tokens=True))
+    assert raw.chat is not None and codec.template is not None  # `check` saw to it
+    return tuple(codec.encode(codec.template.render(raw.chat), add_special_tokens=False))
+
+
+def _tokens(config: WorkerConfig, executor: Executor, spec: SequenceSpec) -> Iterator[int]:
+    budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
+    scheduler = Scheduler(BlockPool(executor.pool.num_blocks), config.block_size, budgets)
+    for event in LocalEngine(executor, scheduler).stream([spec]):
+        if isinstance(event, Sampled):
+            yield event.token_id
+
+
+class _Text:
+    """Tokens -> text, and when to end: the earliest index wins, at one index stop before length."""
+
+    def __init__(self, output: OutputText, rule: StopRule, on_text: OnText) -> None:
+        self._output, self._rule, self._on_text = output, rule, on_text
+        self.text = ""
+        self.reason = FinishReason.LENGTH
+
+    def push(self, index: int, token_id: int) -> bool:
+        """Whether the answer ends with this token."""
+        text, hit = self._output.push(token_id)
+        reason = FinishReason.STOP if hit else self._rule.finish_of(index, token_id)
+        self._say(text)
+        if reason is None:
+            return False
+        self._say(self._output.finish())
+        self.reason = reason
+        return True
+
+    def _say(self, text: str) -> None:
+        self.text += text
+        self._on_text(text)

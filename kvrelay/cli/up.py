@@ -1,0 +1,64 @@
+"""`kvrelay up`: a whole cluster on this machine until it is told to stop."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+EXAMPLE = "Example: kvrelay up --prefill 1 --decode 2 --model smollm2-135m-instruct --threads 1"
+
+
+def up(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers (default 1).")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers (default 1).")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT for clients (default 127.0.0.1:50061).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model id or a Hugging Face directory.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
+    executor: Annotated[str | None, typer.Option(help="torch, hash or scripted.")] = None,
+    transport: Annotated[str | None, typer.Option(help="nixl or grpc.")] = None,
+    attention: Annotated[str | None, typer.Option(help="auto, cpu or reference.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads of each worker (default 1).")] = None,
+    pool_mb: Annotated[int | None, typer.Option(help="KV pool of each worker in MiB.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV pool of each worker in blocks.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Token slots of a block.")] = None,
+    step_tokens: Annotated[int | None, typer.Option(help="Most tokens of one forward pass.")] = None,
+    max_sequences: Annotated[int | None, typer.Option(help="Most sequences of one batch.")] = None,
+    local_prefill_below: Annotated[int | None, typer.Option(help="Shorter prompts are computed by decode.")] = None,
+    script: Annotated[str | None, typer.Option(help="Token ids for --executor scripted.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="hash, scripted: pretend a step takes this long.")] = None,
+    trace_dir: Annotated[str | None, typer.Option(help="Write OTLP JSON traces into this folder.")] = None,
+    otlp_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP gRPC endpoint.")] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Write each process's log into this folder.")] = None,
+    ready_timeout_s: Annotated[float | None, typer.Option(help="Longest start (default 120).")] = None,
+    config: Annotated[str, typer.Option(envvar="KVRELAY_CONFIG", help="TOML file.")] = "",
+) -> None:
+    """Start a coordinator and workers on this machine and keep them running.
+
+    Prints the line `ready HOST:PORT` on stdout once all of them serve. A worker that dies is started again. SIGINT or
+    SIGTERM ends all of them and exits 0; 1 means that the cluster could not serve, 78 that its configuration is wrong.
+    """
+    options = {key: value for key, value in locals().items() if key != "config"}
+    raise typer.Exit(_up(options, config))
+
+
+def _up(options: dict[str, object], config: str) -> int:
+    import asyncio
+    import os
+
+    from kvrelay.cli.members import plan_local
+    from kvrelay.cli.problems import EXIT_CONFIG, EXIT_FAILED, report
+    from kvrelay.cli.screen import Screen
+    from kvrelay.errors import InvalidArgument, KVRelayError
+
+    try:
+        plan = plan_local(options, path=config, env=os.environ, parent_pid=os.getpid())
+    except KVRelayError as error:
+        report(error)
+        return EXIT_CONFIG if isinstance(error, InvalidArgument) else EXIT_FAILED
+    from kvrelay.cli.serve import serve
+    from kvrelay.cli.up_status import keep_up
+
+    with Screen(plan.up.log_dir) as screen:
+        screen.say(f"starting {len(plan.members)} processes on {plan.target}")
+        return asyncio.run(serve(plan, screen, keep_up(plan, screen)))
