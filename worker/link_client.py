@@ -120,12 +120,14 @@ class LinkClient:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:.0f} s"
         except asyncio.CancelledError:
             reason = "this worker is ending"
+        link.closed.set()
+        try:
+            # Before anyone may dial the peer again: the transport knows one pool per incarnation.
+            await self._drop_peer(target.peer)
         finally:
             self._links.pop(target.peer, None)
-            link.closed.set()
             self._mailbox.post(LinkClosed(target.peer, by_kernel=False, reason=reason))
             log.info("link closed", decode=target.worker_id, incarnation=target.peer, why=reason)
-        await self._drop_peer(target.peer)
 
     async def _talk(self, target: OpenLink, link: _Link, call: LinkCall) -> None:
         await call.write(replace(self._hello, decode_incarnation=target.peer))
