@@ -133,7 +133,8 @@ class LinkClient:
         await call.write(replace(self._hello, decode_incarnation=target.peer))
         messages = call.messages()
         try:
-            welcome = await asyncio.wait_for(anext(messages), WELCOME_TIMEOUT_S)
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                welcome = await anext(messages)
         except StopAsyncIteration:
             raise Unavailable(f"{target.worker_id} closed the link before its welcome") from None
         self._check(target, welcome)

@@ -80,7 +80,8 @@ class LinkServer:
 
     async def _greet(self, messages: AsyncIterator[ToDecode]) -> LinkHello:
         try:
-            hello = await asyncio.wait_for(anext(messages), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await anext(messages)
         except StopAsyncIteration:
             raise InvalidArgument("the link ended before hello", field="link.hello") from None
         if not isinstance(hello, LinkHello):

@@ -136,7 +136,8 @@ class SessionHub:
     @staticmethod
     async def _greet(commands: AsyncIterator[Command]) -> Hello:
         try:
-            first = await asyncio.wait_for(anext(commands), WORKER_GIVES_UP_S)
+            async with asyncio.timeout(WORKER_GIVES_UP_S):
+                first = await anext(commands)
         except StopAsyncIteration:
             raise InvalidArgument("the session ended before hello", field="command.hello") from None
         if not isinstance(first, Hello):
@@ -183,7 +184,8 @@ class SessionHub:
         """Write merged reports, and a heartbeat with the load when there was nothing else for HEARTBEAT_S."""
         while not session.closed.is_set():
             try:
-                await asyncio.wait_for(session.something.wait(), HEARTBEAT_S)
+                async with asyncio.timeout(HEARTBEAT_S):  # wait_for may swallow a cancellation
+                    await session.something.wait()
             except TimeoutError:
                 session.put(Report(load=self._load()))
             session.something.clear()
@@ -192,6 +194,7 @@ class SessionHub:
                 continue
             stamped = replace(report, heartbeat_seq=session.heartbeat_seq, sent_at_s=time.monotonic())
             try:
-                await asyncio.wait_for(write(stamped), UNREAD_LIMIT_S)
+                async with asyncio.timeout(UNREAD_LIMIT_S):
+                    await write(stamped)
             except TimeoutError:
                 session.end(f"a report went unread for {UNREAD_LIMIT_S:.0f} s")
