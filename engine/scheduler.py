@@ -207,7 +207,9 @@ class Scheduler:
         for seq in tuple(self._queues.running):
             if not left:
                 break
-            if len(seq.known) - seq.num_computed == 1 and seq.running and self._grow(seq, 1):
+            if len(seq.known) - seq.num_computed != 1 or not seq.running:
+                continue
+            if seq.num_computed < seq.slots or self._grow(seq, 1):
                 self._plan_slice(seq, 1)
                 left -= 1
         return left

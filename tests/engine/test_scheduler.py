@@ -7,7 +7,9 @@ from specs import constant, hash_engine, key, rows, spec, steps
 
 from engine.block_pool import BlockPool
 from engine.events import Finished, Preempted, Sampled
+from engine.queues import MAX_PREEMPTIONS, Queues
 from engine.scheduler import MAX_PASSES, Budgets, Scheduler
+from engine.sequence import SequenceState
 from kvrelay.blocks import BlockCounts
 
 
@@ -100,6 +102,31 @@ def test_a_prompt_is_admitted_only_when_its_whole_length_and_one_more_fit() -> N
     assert one_step(scheduler)[0] == [("a", 0, 4)]
     assert (pool.num_free, scheduler.num_running, scheduler.num_waiting) == (3, 1, 1)
     assert [r for plan, _ in steps(scheduler) for r in rows(plan) if r[0] == "b"] == [("b", 0, 4), ("b", 4, 1)]
+
+
+def test_a_younger_decode_does_not_take_the_block_promised_to_an_older_prompt() -> None:
+    pool = BlockPool(4)
+    scheduler = Scheduler(pool, 4, Budgets(max_tokens=6))
+    scheduler.add(spec("prompt", 11, 1))
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    scheduler.add(spec("decode", 3, 3, output=(5,)), block_ids=blocks, num_computed=3)
+    assert one_step(scheduler) == ([("decode", 3, 1), ("prompt", 0, 5)], [])
+    assert pool.num_free == 1
+    assert one_step(scheduler) == ([("prompt", 5, 6)], [])
+    assert one_step(scheduler) == ([("decode", 4, 1)], [])
+
+
+def test_a_sequence_preempted_often_is_spared_unless_nothing_could_run_otherwise() -> None:
+    queues = Queues()
+    old, tired, young = (SequenceState(spec(n, 3, 3), i, (i,), 0, 4) for i, n in enumerate(("old", "tired", "young")))
+    for seq in (old, tired, young):
+        queues.run(seq, promised=0)
+    tired.preemptions = MAX_PREEMPTIONS
+    assert list(queues.victims(old, last_resort=False)) == [young]
+    assert list(queues.victims(old, last_resort=True)) == [young, tired]
+    young.planned = True
+    assert list(queues.victims(old, last_resort=False)) == []
 
 
 def test_two_prompts_of_most_of_the_pool_do_not_throw_each_other_out() -> None:
