@@ -23,10 +23,14 @@ LOOK_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """queued_tokens: reported and not yet computed, plus what was assigned and is not in a report yet."""
+    """queued_tokens: reported and not yet computed, plus what was assigned and is not in a report yet.
+
+    ticketed_tokens: the part of it that came from this coordinator.
+    """
 
     worker_id: WorkerId
     queued_tokens: int = 0
+    ticketed_tokens: int = 0
     step_tokens: int = 512
     usable: bool = True
     last_assigned: int = 0
@@ -107,7 +111,7 @@ def _pick_prefill(views: Sequence[PrefillView], num_tokens: int) -> PrefillView 
         view
         for view in views
         if view.usable
-        and (view.queued_tokens == 0 or view.queued_tokens + num_tokens <= TICKET_BUDGETS * view.step_tokens)
+        and (view.ticketed_tokens == 0 or view.ticketed_tokens + num_tokens <= TICKET_BUDGETS * view.step_tokens)
     ]
     return min(having_room, key=lambda v: (v.queued_tokens, v.last_assigned, v.worker_id), default=None)
 

@@ -94,6 +94,12 @@ class Tokenizing:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self.codec.encode, text, add_special_tokens)
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) < LONG_TEXT:
+            return self.codec.decode(token_ids)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.codec.decode, list(token_ids))
+
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -8,7 +8,7 @@ from kvrelay.requests import WorkerId
 
 
 def p(name: str, queued: int = 0, usable: bool = True, last: int = 0) -> PrefillView:
-    return PrefillView(WorkerId(name), queued, 512, usable, last)
+    return PrefillView(WorkerId(name), queued, queued, 512, usable, last)
 
 
 def d(name: str, sequences: int = 0, free: int = 100, usable: bool = True, last: int = 0) -> DecodeView:

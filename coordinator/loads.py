@@ -1,0 +1,92 @@
+"""How busy a worker is, as far as the router may know: its last report and what was assigned since. Knows no sessions.
+
+A report made before a command arrived knows nothing of it, so an assignment counts on top of the reported load until
+the worker has answered it (decode: Reserved) or two loads came after it was sent (prefill).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.router import DecodeView, PrefillView
+from kvrelay.blocks import blocks_for
+from kvrelay.requests import RequestId
+from kvrelay.session import Load, WorkerDescription
+
+LOADS_UNTIL_SEEN = 2
+
+
+@dataclass(slots=True)
+class _Assignment:
+    num_tokens: int
+    loads_left: int | None = None
+    """Loads until the worker's own figures contain it; None: not sent, or not answered."""
+
+
+class WorkerLoad:
+    """One session's worth of book-keeping; a new session starts a new one."""
+
+    def __init__(self, description: WorkerDescription) -> None:
+        self.description = description
+        self.load: Load | None = None
+        self.last_assigned = 0
+        self._assigned: dict[RequestId, _Assignment] = {}
+
+    def assign(self, request_id: RequestId, num_tokens: int, serial: int) -> None:
+        self._assigned[request_id] = _Assignment(num_tokens)
+        self.last_assigned = serial
+
+    def sent(self, request_id: RequestId) -> None:
+        """The command is on its way: from the second load on it is in the worker's figures."""
+        if request_id in self._assigned:
+            self._assigned[request_id].loads_left = LOADS_UNTIL_SEEN
+
+    def answered(self, request_id: RequestId) -> None:
+        """The worker has it in its figures from now on."""
+        if request_id in self._assigned:
+            self._assigned[request_id].loads_left = 0
+
+    def release(self, request_id: RequestId) -> None:
+        self._assigned.pop(request_id, None)
+
+    def reported(self, load: Load) -> None:
+        self.load = load
+        for assignment in self._assigned.values():
+            if assignment.loads_left:
+                assignment.loads_left -= 1
+
+    def prefill_view(self, silent: bool) -> PrefillView:
+        """ticketed_tokens is never more than what was assigned here: a stale report must not hold up the queue."""
+        load = self.load
+        total = sum(a.num_tokens for a in self._assigned.values())
+        queued = (load.queued_tokens if load else 0) + self._unseen_tokens()
+        return PrefillView(
+            worker_id=self.description.worker_id,
+            queued_tokens=queued,
+            ticketed_tokens=min(total, queued),
+            step_tokens=self.description.step_tokens,
+            usable=load is not None and not load.draining and not silent,
+            last_assigned=self.last_assigned,
+        )
+
+    def decode_view(self, silent: bool) -> DecodeView:
+        load = self.load
+        size = self.description.layout.block_size
+        unseen = [a for a in self._assigned.values() if a.loads_left != 0]
+        promised = sum(blocks_for(a.num_tokens + 1, size) for a in unseen)
+        busy = (load.running + load.waiting if load else 0) + len(unseen)
+        free = (load.blocks.free + load.blocks.cached if load else 0) - promised
+        return DecodeView(
+            worker_id=self.description.worker_id,
+            address=self.description.address,
+            sequences=max(busy, len(self._assigned)),
+            max_sequences=self.description.max_sequences,
+            free_blocks=max(0, free),
+            total_blocks=self.description.num_blocks,
+            block_size=size,
+            usable=load is not None and not load.draining and not silent,
+            last_assigned=self.last_assigned,
+        )
+
+    def _unseen_tokens(self) -> int:
+        return sum(a.num_tokens for a in self._assigned.values() if a.loads_left != 0)

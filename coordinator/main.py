@@ -1,0 +1,151 @@
+"""A coordinator process, from configuration to exit code.
+
+1. Read what is served (model facts, tokenizer), set up tracing.
+2. Bind; `on_ready` hears the address. Readiness follows once a prefill and a decode worker have a session.
+3. SIGTERM or SIGINT: new calls are refused, open ones get GRACE_S, what is left ends UNAVAILABLE; exit 0.
+A background task that dies takes the process with it: never half alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+from uuid import uuid4
+
+import structlog
+from opentelemetry.trace import TracerProvider
+
+from coordinator.admin_service import AdminService
+from coordinator.dispatch import Dispatcher
+from coordinator.model_facts import ServedModel, load_model
+from coordinator.model_service import ModelService
+from coordinator.registry import Served
+from coordinator.registry_service import RegistryService
+from coordinator.roster import Roster
+from coordinator.service import InferenceService
+from coordinator.text import Tokenizing
+from kvrelay.config import CoordinatorConfig
+from kvrelay.errors import KVRelayError, Unavailable
+from kvrelay.requests import Role
+from kvrelay.rpc.interceptors import TracingInterceptor
+from kvrelay.rpc.server import RpcServer
+from kvrelay.telemetry import names, tracing
+from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, registry_pb2_grpc
+
+log = structlog.get_logger("coordinator")
+
+GRACE_S = 10.0
+LAST_WORDS_S = 0.5
+"""After the grace: how long the streams that were cut may take to send their status."""
+READY_CHECK_S = 0.1
+MESSAGE_MARGIN = 64 * 1024
+"""Room for what surrounds a request's content; beyond it gRPC itself refuses the message."""
+INFERENCE = "kvrelay.v1.InferenceService"
+
+
+def run_coordinator(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 when it could not start or could not go on."""
+    try:
+        return asyncio.run(_main(config, on_ready))
+    except KVRelayError as error:
+        print(f"kvrelay coordinator: {error.message}", file=sys.stderr)
+        return 1
+
+
+async def _main(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> int:
+    model = load_model(config)
+    telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint)
+    try:
+        coordinator = Coordinator(config, model, telemetry.provider)
+        address = await coordinator.start()
+        on_ready(address)
+        stopping = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        return await coordinator.serve(stopping)
+    finally:
+        telemetry.close()
+
+
+class Coordinator:
+    """All parts of one coordinator on one event loop. `start`, then `serve` or `stop`."""
+
+    def __init__(self, config: CoordinatorConfig, model: ServedModel, provider: TracerProvider) -> None:
+        self._config = config
+        served = Served(model.identity, config.executor)
+        self.roster = Roster(uuid4().hex, served)
+        self.dispatcher = Dispatcher(config, self.roster)
+        self._tokenizing = Tokenizing(model.codec)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.server = RpcServer(
+            max_receive_bytes=config.max_request_bytes + MESSAGE_MARGIN, interceptors=[TracingInterceptor(provider)]
+        )
+        inference = InferenceService(
+            model, self._tokenizing, self.dispatcher, self.roster, provider.get_tracer(names.TRACER)
+        )
+        self.server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference, INFERENCE)
+        self.server.add(
+            model_pb2_grpc.add_ModelServiceServicer_to_server,
+            ModelService(config, model, self.roster),
+            "kvrelay.v1.ModelService",
+        )
+        self.server.add(
+            admin_pb2_grpc.add_AdminServiceServicer_to_server,
+            AdminService(self.roster, self.dispatcher),
+            "kvrelay.v1.AdminService",
+        )
+        self.server.add(
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server,
+            RegistryService(self.roster),
+            "kvrelay.v1.RegistryService",
+        )
+
+    async def start(self) -> str:
+        """Binds and serves; returns HOST:PORT with the real port. FailedPrecondition names a port in use."""
+        port = self.server.bind(self._config.listen)
+        await self.server.start()
+        for name in self.server.services:
+            await self.server.set_ready(name != INFERENCE, name)
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self.roster.run(), name="roster"),
+            loop.create_task(self.dispatcher.run(), name="dispatcher"),
+            loop.create_task(self._keep_readiness(), name="readiness"),
+        ]
+        return f"{self._config.listen.rpartition(':')[0]}:{port}"
+
+    async def serve(self, stopping: asyncio.Event) -> int:
+        """Until `stopping` is set or a background task dies; then stops. Returns the exit code."""
+        waiter = asyncio.ensure_future(stopping.wait())
+        await asyncio.wait([waiter, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        dead = [task for task in self._tasks if task.done()]
+        for task in dead:
+            log.error("background task died", task=task.get_name(), exc_info=task.exception())
+        await self.stop(0.0 if dead else GRACE_S)
+        return 1 if dead else 0
+
+    async def stop(self, grace_s: float) -> None:
+        """Open calls get `grace_s`; those still open then end UNAVAILABLE. Idempotent."""
+        stopped = asyncio.ensure_future(self.server.stop(grace_s + LAST_WORDS_S))
+        done, _ = await asyncio.wait([stopped], timeout=grace_s)
+        if not done:
+            self.dispatcher.end_all(Unavailable("the coordinator is shutting down", retry_after_s=1.0))
+        await stopped
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tokenizing.close()
+
+    async def _keep_readiness(self) -> None:
+        """InferenceService is ready while a worker of each role has a session."""
+        ready = False
+        while True:
+            now = self.roster.has(Role.PREFILL) and self.roster.has(Role.DECODE)
+            if now != ready:
+                ready = now
+                await self.server.set_ready(ready, INFERENCE)
+                log.info("ready" if ready else "not ready")
+            await asyncio.sleep(READY_CHECK_S)

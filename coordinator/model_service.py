@@ -1,0 +1,35 @@
+"""kvrelay.v1.ModelService: the limits that requests are held to. Knows no requests."""
+
+from __future__ import annotations
+
+from coordinator import validate
+from coordinator.model_facts import ServedModel
+from coordinator.roster import Roster
+from kvrelay.config import CoordinatorConfig
+from kvrelay.rpc.convert import model_to_proto
+from kvrelay.v1 import model_pb2, model_pb2_grpc
+
+
+class ModelService(model_pb2_grpc.ModelServiceServicer):
+    def __init__(self, config: CoordinatorConfig, model: ServedModel, roster: Roster) -> None:
+        self._config = config
+        self._model = model
+        self._roster = roster
+
+    async def ListModels(self, request: model_pb2.ListModelsRequest, context: object) -> model_pb2.ListModelsResponse:
+        return model_pb2.ListModelsResponse(model_ids=[self._model.identity.model_id])
+
+    async def GetModel(self, request: model_pb2.GetModelRequest, context: object) -> model_pb2.GetModelResponse:
+        limits = self._model.limits(self._roster.context_limit)
+        validate.check_model(request.model, limits)
+        return model_pb2.GetModelResponse(
+            identity=model_to_proto(self._model.identity),
+            context_limit=limits.context_limit,
+            eos_token_ids=limits.eos_token_ids,
+            max_stop_strings=validate.MAX_STOP_STRINGS,
+            max_stop_string_bytes=validate.MAX_STOP_STRING_BYTES,
+            max_n=validate.MAX_N,
+            max_request_bytes=self._config.max_request_bytes,
+            block_size=self._roster.block_size,
+            chat_template=limits.has_chat_template,
+        )

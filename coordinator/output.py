@@ -1,0 +1,40 @@
+"""One stream's text: tokens in, certain text out, stop strings watched. Knows no requests and no streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.detokenize import Detokenizer
+from coordinator.stops import StopStrings
+
+
+class OutputText:
+    """Tokens that end the sequence (EOS, stop ids) have no text. Raises IndexError for ids outside the vocabulary."""
+
+    __slots__ = ("_detokenizer", "_hit", "_silent_ids", "_stops")
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], silent_ids: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
+        self._silent_ids = silent_ids
+        self._hit = False
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """(text that became certain, whether a stop string is complete). After a hit only `finish` may follow."""
+        if token_id in self._silent_ids:
+            return "", False
+        text = self._detokenizer.push(token_id)
+        if self._stops is None or not text:
+            return text, False
+        text, self._hit = self._stops.feed(text)
+        return text, self._hit
+
+    def finish(self) -> str:
+        """What was held back; nothing after a stop string. Bytes left over may complete a stop string: cut there."""
+        if self._hit:
+            return ""
+        rest = self._detokenizer.flush()
+        if self._stops is None:
+            return rest
+        text, hit = self._stops.feed(rest)
+        return text if hit else text + self._stops.flush()

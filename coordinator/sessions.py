@@ -1,0 +1,167 @@
+"""One session with one worker, from dial to end: commands down, reports up. Knows nothing of what they mean.
+
+1. Dial, open the stream, say Hello; the worker answers with a report that holds its description (welcome).
+2. Commands go down in order (cancels overtake those not yet sent); each report is handed up as it comes.
+3. A heartbeat every 0.5 s. After 2.5 s without any report the worker is given up.
+4. Whatever ends it, the call is cancelled and `on_down` is called once. A session is never resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+from uuid import uuid4
+
+import grpc
+import structlog
+
+from coordinator import liveness
+from coordinator.liveness import Window
+from coordinator.outbox import CommandOutbox
+from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
+from kvrelay.requests import Role, SessionId
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.convert import command_to_protos, report_from_proto
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.session import (
+    COORDINATOR_GIVES_UP_S,
+    HEARTBEAT_S,
+    Command,
+    Heartbeat,
+    Hello,
+    Report,
+    WorkerDescription,
+)
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger("coordinator.session")
+
+
+class SessionOwner(Protocol):
+    """Who hears of a session. Called on the event loop; must not block."""
+
+    def session_up(self, session: WorkerSession, welcome: WorkerDescription) -> None: ...
+
+    def session_report(self, session: WorkerSession, report: Report) -> None: ...
+
+    def session_down(self, session: WorkerSession, why: str) -> None: ...
+
+
+class WorkerSession:
+    """`start` once; `close` ends it and then `session_down` is not called."""
+
+    def __init__(self, description: WorkerDescription, coordinator_id: str, owner: SessionOwner) -> None:
+        self.description = description
+        self.dialled = description.incarnation
+        self.id = SessionId(uuid4().hex)
+        self._coordinator_id = coordinator_id
+        self._owner = owner
+        self._outbox = CommandOutbox()
+        self._something = asyncio.Event()
+        now = time.monotonic()
+        self._window = Window(now, now)
+        self._welcomed = False
+        self._seq = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"session {self.description.worker_id}")
+
+    async def close(self) -> None:
+        """Ends the session and waits until its call is cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def send(self, command: Command) -> None:
+        """Queue a command. One for a session that has ended is void, like everything that went through it."""
+        self._outbox.put(command)
+        self._something.set()
+
+    def silent_s(self) -> float:
+        return self._window.silent_s(time.monotonic())
+
+    async def _run(self) -> None:
+        try:
+            await self._talk()
+            why = "the session ended"
+        except asyncio.CancelledError:
+            raise
+        except KVRelayError as error:
+            why = error.message
+        except grpc.RpcError as error:
+            why = from_rpc_error(error).message
+        except Exception as error:  # a bug of ours must end this session, not the process's other ones
+            log.exception("session failed", worker=self.description.worker_id)
+            why = f"{type(error).__name__}: {error}"
+        self._owner.session_down(self, why)
+
+    async def _talk(self) -> None:
+        """Runs reader, writer and watch until the first of them ends; raises what it raised."""
+        async with open_channel(self.description.address) as channel:
+            call, wrap = _open(channel, self.description.role)
+            tasks = [
+                asyncio.ensure_future(self._read(call)),
+                asyncio.ensure_future(self._write(call, wrap)),
+                asyncio.ensure_future(self._watch()),
+            ]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                call.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            report = report_from_proto(response.report)
+            self._window = liveness.heard(self._window, time.monotonic())
+            if not self._welcomed:
+                self._welcome(report)
+            self._owner.session_report(self, report)
+        raise Unavailable("the worker ended the session")
+
+    def _welcome(self, report: Report) -> None:
+        if report.welcome is None:
+            raise FailedPrecondition("the first report of a session holds no welcome", field="report.welcome")
+        self._welcomed = True
+        if report.welcome.worker_id != self.description.worker_id:
+            raise FailedPrecondition(f"dialled {self.description.worker_id}, reached {report.welcome.worker_id}")
+        self.description = report.welcome
+        self._owner.session_up(self, report.welcome)
+
+    async def _write(self, call: Any, wrap: Callable[[worker_pb2.Command], Any]) -> None:
+        for frame in command_to_protos(Hello(self._coordinator_id, self.id)):
+            await call.write(wrap(frame))
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            while self._outbox:
+                for frame in command_to_protos(self._outbox.pop()):
+                    await call.write(wrap(frame))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            self._window, gone = liveness.check(self._window, now, HEARTBEAT_S, COORDINATOR_GIVES_UP_S)
+            if gone:
+                raise Unavailable(f"nothing heard for {COORDINATOR_GIVES_UP_S} s")
+            if self._outbox.full:
+                raise Unavailable("the worker does not read its commands")
+            self._seq += 1
+            self.send(Heartbeat(self._seq, now))
+
+
+def _open(channel: grpc.aio.Channel, role: Role) -> tuple[Any, Callable[[worker_pb2.Command], Any]]:
+    """The call of the role's service, and how its requests hold a command."""
+    if role is Role.PREFILL:
+        prefill = worker_pb2_grpc.PrefillServiceStub(channel).Session()
+        return prefill, lambda command: worker_pb2.PrefillServiceSessionRequest(command=command)
+    decode = worker_pb2_grpc.DecodeServiceStub(channel).Session()
+    return decode, lambda command: worker_pb2.DecodeServiceSessionRequest(command=command)

@@ -1,0 +1,99 @@
+"""What is on its way to one client: a buffer between the dispatcher and the handler that writes. Knows no protos.
+
+The dispatcher puts, the handler takes; one wake-up however many items. Bytes are an estimate; they bound the buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from kvrelay.errors import KVRelayError
+from kvrelay.requests import FinishReason
+from kvrelay.session import Pushed
+
+ITEM_BYTES = 64
+"""What an item costs beside its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenItem:
+    index: int
+    token_id: int
+    text: str
+    offset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishItem:
+    """text: held back until the end. pushed: what the hand-off cost, None if nothing was handed over."""
+
+    reason: FinishReason
+    text: str
+    completion_tokens: int
+    cached_tokens: int
+    offset_s: float
+    prefill_worker: str
+    decode_worker: str
+    pushed: Pushed | None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorItem:
+    error: KVRelayError
+
+
+Item = TokenItem | FinishItem | ErrorItem
+
+
+class StreamBuffer:
+    """limit_bytes bounds what waits for the reader. Nothing is put after a FinishItem or ErrorItem."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._items: deque[Item] = deque()
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[object] | None = None
+        self._writing_since = 0.0
+        self.cut: KVRelayError | None = None
+        """Set when the reader was given up while a write to it was stuck."""
+
+    def put(self, item: Item) -> bool:
+        """False when the reader is too slow; the item is in all the same."""
+        self._items.append(item)
+        if type(item) is TokenItem:
+            self._bytes += ITEM_BYTES + len(item.text)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        return self._bytes <= self._limit_bytes
+
+    async def take(self) -> Item:
+        """The next item; waits for it."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if type(item) is TokenItem:
+            self._bytes -= ITEM_BYTES + len(item.text)
+        return item
+
+    def writing(self, task: asyncio.Task[object] | None) -> None:
+        """The handler says which task is about to write, and None when it has written."""
+        self._writer = task
+        self._writing_since = time.monotonic()
+
+    def stuck_s(self, now: float) -> float:
+        """How long the write under way has taken; 0 without one."""
+        return now - self._writing_since if self._writer is not None else 0.0
+
+    def cut_off(self, error: KVRelayError) -> None:
+        """Drop what waits. A write that is stuck is cancelled; else the handler finds the error."""
+        self._items.clear()
+        self._bytes = 0
+        self.cut = error
+        self.put(ErrorItem(error))
+        if self._writer is not None:
+            self._writer.cancel()

@@ -1,0 +1,231 @@
+"""Tiny workers that speak the session protocol over real gRPC and compute nothing: what a coordinator is tested with.
+
+Each command that arrives is kept in `got`. What the worker answers is a test's to choose: `hold` names steps that wait
+until they are let go: "reserve", "token0", "landed", "decode". Tokens are 97, 98, ... by index, or those of `script`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from kvrelay.blocks import BlockCounts, BlockTable, KVLayout, Ticket, blocks_for
+from kvrelay.models.builtin import BUILTIN_EOS, builtin_identity
+from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
+from kvrelay.rpc.announce import announce
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.convert import CommandAssembler, report_to_protos
+from kvrelay.rpc.server import RpcServer
+from kvrelay.session import (
+    Abort,
+    Command,
+    Ended,
+    Heartbeat,
+    Hello,
+    Landed,
+    Load,
+    Prefill,
+    Pushed,
+    Refused,
+    Report,
+    Reserve,
+    Reserved,
+    Start,
+    TokenOut,
+    Work,
+    WorkerDescription,
+)
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=16, head_dim=4, dtype="uint8")
+
+
+class FakeWorker:
+    """One worker of either role. Use `async with`; `announce_to` registers it with a coordinator."""
+
+    def __init__(self, role: Role, name: str, life: str = "one", num_blocks: int = 64) -> None:
+        self.role, self.name, self.life, self.num_blocks = role, name, life, num_blocks
+        self.got: list[Command] = []
+        self.script: list[int] | None = None
+        self.refuse: Refused | None = None
+        self.forever = False
+        self.step_s = 0.0
+        self.silent = False
+        self.hold: dict[str, asyncio.Event] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self.sessions: list[asyncio.Queue[Report | None]] = []
+        self.known: dict[RequestId, tuple[Work, asyncio.Event]] = {}
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.server = RpcServer()
+        self.address = ""
+
+    async def __aenter__(self) -> FakeWorker:
+        service = _service(self)
+        register = (
+            worker_pb2_grpc.add_PrefillServiceServicer_to_server
+            if self.role is Role.PREFILL
+            else worker_pb2_grpc.add_DecodeServiceServicer_to_server
+        )
+        self.server.add(register, service, f"kvrelay.v1.{self.role.value.title()}Service")
+        self.address = f"127.0.0.1:{self.server.bind('127.0.0.1:0')}"
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.server.stop(0)
+
+    def describe(self, **changes: Any) -> WorkerDescription:
+        values: dict[str, Any] = {
+            "worker_id": WorkerId(self.name),
+            "role": self.role,
+            "incarnation": Incarnation(self.life),
+            "pid": 1,
+            "address": self.address,
+            "model": builtin_identity("hash"),
+            "layout": LAYOUT,
+            "num_blocks": self.num_blocks,
+            "transport": "grpc",
+            "executor": "hash",
+            "max_sequences": 256,
+            "step_tokens": 512,
+        }
+        return WorkerDescription(**{**values, **changes})
+
+    async def announce_to(self, coordinator: str, **changes: Any) -> None:
+        async with open_channel(coordinator) as channel:
+            await announce(channel, self.describe(**changes))
+
+    def commands(self, kind: type) -> list[Any]:
+        return [c for c in self.got if isinstance(c, kind)]
+
+    def let_go(self, step: str) -> None:
+        self.hold.pop(step).set()
+
+    def load(self) -> Load:
+        return Load(BlockCounts(total=self.num_blocks, free=self.num_blocks), counters=())
+
+    def say(self, report: Report) -> None:
+        for session in self.sessions:
+            session.put_nowait(report)
+
+    def take(self, command: Command) -> None:
+        self.got.append(command)
+        if isinstance(command, Reserve):
+            self._go(self._reserve(command))
+        elif isinstance(command, Prefill):
+            self._go(self._prefill(command))
+        elif isinstance(command, Start):
+            self._go(self._decode(command))
+        elif isinstance(command, Abort):
+            self.aborted.add((command.request_id, command.attempt))
+
+    def _go(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _gate(self, step: str) -> None:
+        if step in self.hold:
+            await self.hold[step].wait()
+
+    async def _reserve(self, command: Reserve) -> None:
+        await self._gate("reserve")
+        work = command.work
+        if self.refuse is not None:
+            self.say(Report(refused=(_named(self.refuse, work),)))
+            return
+        self.known[work.request_id] = (work, asyncio.Event())
+        size = len(work.token_ids) + 1
+        table = BlockTable(0, 16, tuple(range(blocks_for(size, 16))), size)
+        ticket = Ticket(Incarnation(self.life), len(self.known), table)
+        self.say(Report(reserved=(Reserved(work.request_id, work.attempt, ticket),), load=self.load()))
+
+    async def _prefill(self, command: Prefill) -> None:
+        await self._gate("token0")
+        work = command.work
+        if self.refuse is not None:
+            self.say(Report(refused=(_named(self.refuse, work),)))
+            return
+        rid, attempt = work.request_id, work.attempt
+        if (rid, attempt) in self.aborted:
+            return
+        first = len(work.token_ids) - work.num_prompt_tokens
+        self.say(Report(tokens=(TokenOut(rid, attempt, 0, first, self._token_at(first)),), load=self.load()))
+        if command.destination is None:
+            self.say(Report(ended=(Ended(rid, attempt, 0, "length"),)))
+            return
+        await self._gate("landed")
+        blocks = blocks_for(len(work.token_ids), 16)
+        pushed = Pushed(rid, attempt, "grpc", blocks, blocks * LAYOUT.block_bytes, 1, 0.004, 0.001)
+        self.say(Report(pushed=(pushed,), ended=(Ended(rid, attempt, 0, "length"),), load=self.load()))
+
+    async def _decode(self, command: Start) -> None:
+        await self._gate("decode")
+        work, _ = self.known[command.request_id]
+        rid, attempt = command.request_id, command.attempt
+        self.say(Report(landed=(Landed(rid, attempt),)))
+        index = len(work.token_ids) - work.num_prompt_tokens + 1
+        while (rid, attempt) not in self.aborted:
+            await asyncio.sleep(self.step_s)
+            token = self._token_at(index)
+            reason = work.stop.finish_of(index, token)
+            ended = (Ended(rid, attempt, 0, reason.value),) if reason else ()
+            self.say(Report(tokens=(TokenOut(rid, attempt, 0, index, token),), ended=ended, load=self.load()))
+            if reason and not self.forever:
+                return
+            index += 1
+
+    def _token_at(self, index: int) -> int:
+        if self.script is None:
+            return 97 + index % 26
+        return self.script[index] if index < len(self.script) else BUILTIN_EOS
+
+
+def _named(refused: Refused, work: Work) -> Refused:
+    return Refused(work.request_id, work.attempt, refused.code, refused.message, refused.field)
+
+
+def _service(worker: FakeWorker) -> object:
+    prefill = worker.role is Role.PREFILL
+    response: Callable[..., Any] = (
+        worker_pb2.PrefillServiceSessionResponse if prefill else worker_pb2.DecodeServiceSessionResponse
+    )
+
+    async def session(self: object, requests: AsyncIterator[Any], context: Any) -> None:
+        assembler, reports = CommandAssembler(), asyncio.Queue[Report | None]()
+
+        async def read() -> None:
+            async for request in requests:
+                command = assembler.feed(request.command)
+                if isinstance(command, Hello):
+                    worker.got.append(command)
+                    reports.put_nowait(Report(welcome=worker.describe(), load=worker.load()))
+                    worker.sessions.append(reports)
+                elif isinstance(command, Heartbeat):
+                    if not worker.silent:
+                        reports.put_nowait(Report(load=worker.load(), heartbeat_seq=command.seq))
+                elif command is not None:
+                    worker.take(command)
+            reports.put_nowait(None)
+
+        reader = asyncio.ensure_future(read())
+        try:
+            while (report := await reports.get()) is not None:
+                if worker.silent:
+                    continue
+                for proto in report_to_protos(report):
+                    await context.write(response(report=proto))
+        finally:
+            reader.cancel()
+            if reports in worker.sessions:
+                worker.sessions.remove(reports)
+
+    base = worker_pb2_grpc.PrefillServiceServicer if prefill else worker_pb2_grpc.DecodeServiceServicer
+    return type("FakeService", (base,), {"Session": session, "Describe": None})()
