@@ -13,6 +13,8 @@ DECODE = Incarnation("decode-1")
 PREFILL = Incarnation("prefill-1")
 OTHER = Incarnation("prefill-2")
 BLOCK_BYTES = 64
+MAP_NORESERVE = 0x4000
+"""Linux; Python's mmap has no name for it before 3.13."""
 BLOCK_SIZE = 16
 
 
@@ -21,7 +23,7 @@ class MemoryPool:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._mapping = mmap.mmap(-1, num_blocks * block_bytes, flags=flags)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._view = memoryview(self._mapping)
