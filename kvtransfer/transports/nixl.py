@@ -23,6 +23,8 @@ from kvtransfer.transports.base import NotificationArrived, Part, TransportEvent
 from kvtransfer.transports.nixl_agent import PoolAgent
 
 POLL_S = 0.0002
+QUIET_POLL_S, QUIET_AFTER_S = 0.0005, 0.02
+"""A ticket may stay open for long while its prompt is computed: then looking less often halves what looking costs."""
 SPIN_S = 0.0001
 """After a post: small writes end sooner than a sleep would."""
 LINGER_S = 0.05
@@ -67,6 +69,7 @@ class NixlTransport:
         self._writes: list[_Write] = []
         self._expected: set[int] = set()
         self._poll_until = 0.0
+        self._moved_at = 0.0
         self._closing = False
         self._died: BaseException | None = None
         ready: Future[None] = Future()
@@ -92,7 +95,7 @@ class NixlTransport:
         self._call(lambda: self._drop_peer(incarnation))
 
     def expect(self, ticket: Ticket) -> None:
-        self._put(lambda: self._expected.add(ticket.epoch))
+        self._put(lambda: self._expect(ticket.epoch))
 
     def unexpect(self, epoch: int) -> None:
         self._put(lambda: self._unexpect(epoch))
@@ -162,7 +165,8 @@ class NixlTransport:
         now = time.monotonic()
         busy = bool(self._writes or self._expected) or now < self._poll_until
         spinning = busy and bool(self._writes) and now < self._writes[-1].posted_at + SPIN_S
-        self._take_commands(0.0 if spinning else POLL_S if busy else None)
+        quiet = not self._writes and now > self._moved_at + QUIET_AFTER_S
+        self._take_commands(0.0 if spinning else None if not busy else QUIET_POLL_S if quiet else POLL_S)
         if busy:
             self._look()
 
@@ -183,6 +187,7 @@ class NixlTransport:
             if write.error and self._agent.release(write.handle):
                 self._end(write, WriteFailed(write.part.peer, write.part.epoch, write.part.part, write.error))
         for sender, payload in self._agent.notifications():
+            self._moved_at = time.monotonic()
             self._on_event(NotificationArrived(sender, payload))
 
     def _post(self, part: Part) -> None:
@@ -212,6 +217,10 @@ class NixlTransport:
     def _end(self, write: _Write, event: TransportEvent) -> None:
         self._writes.remove(write)
         self._on_event(event)
+
+    def _expect(self, epoch: int) -> None:
+        self._expected.add(epoch)
+        self._moved_at = time.monotonic()
 
     def _unexpect(self, epoch: int) -> None:
         self._expected.discard(epoch)
