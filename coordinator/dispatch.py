@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -19,9 +19,9 @@ from coordinator.lifecycle import accepts, step
 from coordinator.live import Live, Times
 from coordinator.output import OutputText
 from coordinator.roster import Roster
-from coordinator.router import LOOK_AHEAD, next_to_place
 from coordinator.states import Phase, RequestFacts, State
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
+from coordinator.waiting import WaitingLine
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, ResourceExhausted, Unavailable
 from kvrelay.requests import FinishReason, RequestId, Role, WorkerId
@@ -45,7 +45,7 @@ class Dispatcher:
         self._roster = roster
         self._live: dict[RequestId, Live] = {}
         self._open: dict[RequestId, StreamBuffer] = {}
-        self._queue: list[tuple[int, Live]] = []
+        self._queue = WaitingLine(config.local_prefill_below)
         self._serial = 0
         self._pump_scheduled = False
         self._without: dict[Role, float] = {}
@@ -88,7 +88,7 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             live.deadline = loop.call_at(facts.deadline_at, self._feed, live, ev.DeadlinePassed())
         self.counters["started"] += 1
-        self._enqueue(live)
+        self._queue.add(live)
         self._pump()
         return live
 
@@ -159,7 +159,7 @@ class Dispatcher:
                 self._without.pop(role, None)
             elif now - self._without.setdefault(role, now) >= NO_WORKER_GRACE_S:
                 error = Unavailable(f"no {role} worker is left", retry_after_s=RETRY_AFTER_S)
-                for _, live in list(self._queue):
+                for live in self._queue.lives():
                     if role is Role.PREFILL or live.needs_decode:
                         self._feed(live, ev.StreamFailed(error))
 
@@ -207,7 +207,17 @@ class Dispatcher:
             self._feed(live, event)
 
     def _feed(self, live: Live, event: ev.Event, now: float | None = None) -> None:
+        """One event into one request. A bug on the way ends that request and nothing else."""
         now = time.monotonic() if now is None else now
+        try:
+            self._step(live, event, now)
+        except Exception:
+            log.exception("request failed", request=live.id, cause=type(event).__name__)
+            self.counters["bugs"] += 1
+            live.state = replace(live.state, phase=Phase.ENDED)
+            self._fail(live, ev.Fail(Internal("internal error; see the server's log")), now)
+
+    def _step(self, live: Live, event: ev.Event, now: float) -> None:
         before = live.state.phase
         live.state, actions = step(live.state, event, now)
         kind = type(event)
@@ -218,7 +228,7 @@ class Dispatcher:
         for action in actions:
             CARRY_OUT[type(action)](self, live, action, now)
         if live.too_slow and live.state.phase is not Phase.ENDED:
-            self._feed(live, ev.ReaderTooSlow(), now)
+            self._step(live, ev.ReaderTooSlow(), now)
 
     # actions out
 
@@ -242,7 +252,7 @@ class Dispatcher:
     def _requeue(self, live: Live, action: ev.Requeue, now: float) -> None:
         live.not_before = action.not_before
         self.counters["requeued"] += 1
-        self._enqueue(live)
+        self._queue.add(live)
         asyncio.get_running_loop().call_at(action.not_before, self.on_change)
 
     def _finish(self, live: Live, action: ev.Finish, now: float) -> None:
@@ -293,7 +303,7 @@ class Dispatcher:
         live.times.ended_at = now
         self.counters[f"outcome.{live.outcome}"] += 1
         self.counters["tokens"] += live.state.num_tokens
-        self._queue = [entry for entry in self._queue if entry[1] is not live] if self._queue else self._queue
+        self._queue.remove(live)
         if live.deadline is not None:
             live.deadline.cancel()
 
@@ -302,40 +312,21 @@ class Dispatcher:
 
     # the queue
 
-    def _enqueue(self, live: Live) -> None:
-        live.blocked_since = None
-        insort(self._queue, (live.order, live))
-
     def _pump(self) -> None:
         """Places requests until nobody can be placed."""
         self._pump_scheduled = False
         while self._queue:
             now = time.monotonic()
-            snapshot = self._roster.snapshot()
-            wants = [live.want() for _, live in self._queue[:LOOK_AHEAD]]
-            found = next_to_place(wants, snapshot, now, self._config.local_prefill_below)
+            found = self._queue.take(self._roster.snapshot(), now)
             if found is None:
-                self._mark_blocked(now)
                 return
-            position, placement = found
-            if position:
-                self._mark_blocked(now)
-            _, live = self._queue.pop(position)
+            live, placement = found
             live.times.routed_at = now
-            self._place(live, placement)
-
-    def _mark_blocked(self, now: float) -> None:
-        """The first request that could go but for lack of room; how long it is passed is bounded from here."""
-        head = next((live for _, live in self._queue if live.not_before <= now), None)
-        if head is not None and head.blocked_since is None:
-            head.blocked_since = now
-
-    def _place(self, live: Live, placement: ev.Placement) -> None:
-        for worker in (placement.prefill, placement.decode):
-            if worker is not None:
-                self._roster.assign(worker, live.id, live.num_known_tokens)
-        live.times.placed_at = time.monotonic()
-        self._feed(live, ev.Place(placement, live.journal.token_ids))
+            for worker in (placement.prefill, placement.decode):
+                if worker is not None:
+                    self._roster.assign(worker, live.id, live.num_known_tokens)
+            live.times.placed_at = time.monotonic()
+            self._feed(live, ev.Place(placement, live.journal.token_ids))
 
 
 CARRY_OUT: dict[type, Callable[..., None]] = {

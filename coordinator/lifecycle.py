@@ -48,6 +48,8 @@ from kvrelay.session import Abort, Destination, Prefill, Reserve, Start, Work
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
+MAX_UNAVAILABLE = 5
+"""A request is placed anew so often when workers say that they are not available; then the client hears it."""
 WORKER_EXTRA_S = 1.0
 """Workers get this much more time than the client: the coordinator enforces the deadline, they only back it up."""
 
@@ -103,12 +105,16 @@ def _reserved(state: State, event: ReservedBy, now: float) -> Step:
 
 
 def _refused(state: State, event: RefusedBy, now: float) -> Step:
-    """No room at this moment sends the request back to the queue; any other refusal is the client's answer."""
+    """No room at this moment sends the request back to the queue, and so does a worker that is about to go.
+
+    Any other refusal is the client's answer.
+    """
     role = _role_of(state, event.worker, event.attempt)
     if role is None:
         return _drop(state, event, now)
     state = _mark_ended(state, role)
-    if event.code == errors.ResourceExhausted.__name__:
+    going = event.code == errors.Unavailable.__name__ and state.refusals < MAX_UNAVAILABLE
+    if going or event.code == errors.ResourceExhausted.__name__:
         return _back_to_queue(state, now)
     return _end(state, Fail(error_named(event.code, event.message, event.field, event.retry_after_s)))
 

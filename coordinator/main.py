@@ -31,7 +31,7 @@ from kvrelay.errors import KVRelayError, Unavailable
 from kvrelay.requests import Role
 from kvrelay.rpc.interceptors import TracingInterceptor
 from kvrelay.rpc.server import RpcServer
-from kvrelay.telemetry import names, tracing
+from kvrelay.telemetry import logging, names, tracing
 from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, registry_pb2_grpc
 
 log = structlog.get_logger("coordinator")
@@ -39,7 +39,7 @@ log = structlog.get_logger("coordinator")
 GRACE_S = 10.0
 LAST_WORDS_S = 0.5
 """After the grace: how long the streams that were cut may take to send their status."""
-READY_CHECK_S = 0.1
+READY_CHECK_S = 0.2
 MESSAGE_MARGIN = 64 * 1024
 """Room for what surrounds a request's content; beyond it gRPC itself refuses the message."""
 INFERENCE = "kvrelay.v1.InferenceService"
@@ -47,6 +47,7 @@ INFERENCE = "kvrelay.v1.InferenceService"
 
 def run_coordinator(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 when it could not start or could not go on."""
+    logging.setup(role="coordinator")
     try:
         return asyncio.run(_main(config, on_ready))
     except KVRelayError as error:
@@ -59,11 +60,10 @@ async def _main(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> i
     telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint)
     try:
         coordinator = Coordinator(config, model, telemetry.provider)
-        address = await coordinator.start()
-        on_ready(address)
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        on_ready(await coordinator.start())
         return await coordinator.serve(stopping)
     finally:
         telemetry.close()

@@ -24,7 +24,7 @@ from kvrelay.session import Command, Load, Report, WorkerDescription
 
 log = structlog.get_logger("coordinator.roster")
 
-TICK_S = 0.1
+TICK_S = 0.2
 STALLED_S = 1.2
 """A worker that missed two heartbeats gets nothing new, well before it is given up."""
 

@@ -207,6 +207,16 @@ def test_no_room_on_decode_goes_back_to_the_queue_with_a_growing_wait_and_a_new_
     assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
 
 
+def test_a_worker_that_is_about_to_go_sends_the_request_elsewhere_a_few_times() -> None:
+    state = State(facts())
+    for attempt in range(5):
+        state, _ = play(state, ev.Place(PLACED), ev.RefusedBy(D, attempt, "Unavailable", "draining"))
+        assert state.phase is Phase.QUEUED
+    _, actions = play(state, ev.Place(PLACED), ev.RefusedBy(D, 5, "Unavailable", "draining"))
+    assert isinstance(actions[-1], Fail)
+    assert type(actions[-1].error) is errors.Unavailable
+
+
 def test_an_answer_to_an_older_attempt_changes_nothing() -> None:
     state, _ = play(State(facts()), ev.Place(PLACED), ev.RefusedBy(D, 0, "ResourceExhausted"), ev.Place(PLACED))
     for stale in (ev.ReservedBy(D, 0, TICKET), ev.RefusedBy(D, 0, "Internal"), ev.WorkerEnded(D, 0, "failed")):

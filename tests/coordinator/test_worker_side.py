@@ -1,0 +1,147 @@
+"""What the coordinator keeps about a worker: silence, unsent commands, load. All pure."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coordinator import liveness
+from coordinator.liveness import Window
+from coordinator.loads import WorkerLoad
+from coordinator.outbox import CommandOutbox
+from coordinator.stream import ITEM_BYTES, ErrorItem, StreamBuffer, TokenItem
+from kvrelay.blocks import BlockCounts, KVLayout
+from kvrelay.errors import ResourceExhausted
+from kvrelay.requests import Incarnation, RequestId, Role, Sampling, StopRule, WorkerId
+from kvrelay.session import (
+    Abort,
+    Command,
+    Heartbeat,
+    Load,
+    ModelIdentity,
+    Prefill,
+    Reserve,
+    Start,
+    Work,
+    WorkerDescription,
+)
+
+A, B = RequestId("a"), RequestId("b")
+
+
+def work(request_id: RequestId = A, attempt: int = 0) -> Work:
+    return Work(request_id, attempt, (1, 2), 2, Sampling(), StopRule(3))
+
+
+def drained(*commands: Command) -> list[Command]:
+    outbox = CommandOutbox()
+    for command in commands:
+        outbox.put(command)
+    return [outbox.pop() for _ in range(len(outbox))]
+
+
+def test_a_worker_is_given_up_after_2_5_s_of_silence() -> None:
+    window = Window(10.0, 10.0)
+    for now in (10.5, 11.0, 11.5, 12.0):
+        window, gone = liveness.check(window, now, 0.5, 2.5)
+        assert not gone
+    assert liveness.check(window, 12.5, 0.5, 2.5)[1]
+    window = liveness.heard(window, 12.4)
+    assert not liveness.check(window, 12.5, 0.5, 2.5)[1]
+
+
+def test_silence_does_not_count_while_our_own_timer_was_late() -> None:
+    window, gone = liveness.check(Window(10.0, 10.5), 19.0, 0.5, 2.5)
+    assert (window, gone) == (Window(19.0, 19.0), False)
+    window, gone = liveness.check(Window(10.0, 12.0), 12.9, 0.5, 2.5)
+    assert (window, gone) == (Window(10.0, 12.9), True)
+
+
+def test_an_abort_takes_the_unsent_commands_of_its_attempt_with_it() -> None:
+    assert drained(Reserve(work(A)), Heartbeat(1, 0.0), Reserve(work(B)), Abort(A, 0)) == [
+        Heartbeat(1, 0.0),
+        Reserve(work(B)),
+    ]
+    assert drained(Prefill(work(A), None), Abort(A, 0)) == []
+
+
+def test_an_abort_of_what_was_sent_overtakes_what_was_not() -> None:
+    assert drained(Heartbeat(1, 0.0), Reserve(work(B)), Start(A, 0, (5,)), Abort(A, 0)) == [
+        Abort(A, 0),
+        Heartbeat(1, 0.0),
+        Reserve(work(B)),
+    ]
+
+
+def test_an_abort_leaves_other_attempts_alone() -> None:
+    assert drained(Reserve(work(A, 1)), Abort(A, 0)) == [Abort(A, 0), Reserve(work(A, 1))]
+
+
+def description(role: Role) -> WorkerDescription:
+    layout = KVLayout(1, 1, 16, 4, "uint8")
+    model = ModelIdentity("m", "f", 10, 100)
+    return WorkerDescription(
+        WorkerId("w"), role, Incarnation("i"), 1, "h:1", model, layout, 100, "grpc", "hash", 8, 512
+    )
+
+
+def load(queued: int = 0, free: int = 50, running: int = 0, draining: bool = False) -> Load:
+    return Load(BlockCounts(100, free), running=running, queued_tokens=queued, draining=draining)
+
+
+def test_a_prompt_counts_on_top_of_the_report_until_two_loads_came_after_it_was_sent() -> None:
+    w = WorkerLoad(description(Role.PREFILL))
+    assert not w.prefill_view(False).usable
+    w.reported(load(queued=0))
+    w.assign(A, 300, 1)
+    w.sent(A)
+    seen = [w.prefill_view(False).queued_tokens]
+    for queued in (0, 300, 250):
+        w.reported(load(queued=queued))
+        seen.append(w.prefill_view(False).queued_tokens)
+    assert seen == [300, 300, 300, 250]
+    w.release(A)
+    assert w.prefill_view(False).ticketed_tokens == 0
+
+
+def test_what_other_coordinators_sent_counts_for_the_choice_but_not_against_our_budget() -> None:
+    w = WorkerLoad(description(Role.PREFILL))
+    w.reported(load(queued=900))
+    view = w.prefill_view(False)
+    assert (view.queued_tokens, view.ticketed_tokens) == (900, 0)
+
+
+def test_a_reservation_counts_until_it_is_answered() -> None:
+    w = WorkerLoad(description(Role.DECODE))
+    w.reported(load(free=50, running=2))
+    w.assign(A, 31, 1)
+    w.assign(B, 32, 2)
+    view = w.decode_view(False)
+    assert (view.free_blocks, view.sequences, view.last_assigned) == (50 - 2 - 3, 4, 2)
+    w.answered(A)
+    assert w.decode_view(False).free_blocks == 50 - 3
+
+
+def test_silent_and_draining_workers_are_not_usable() -> None:
+    w = WorkerLoad(description(Role.DECODE))
+    w.reported(load())
+    assert (w.decode_view(False).usable, w.decode_view(True).usable) == (True, False)
+    w.reported(load(draining=True))
+    assert not w.decode_view(False).usable
+
+
+async def test_a_buffer_says_when_its_reader_is_too_slow() -> None:
+    stream = StreamBuffer(2 * ITEM_BYTES)
+    assert [stream.put(TokenItem(i, 1, "", 0.0)) for i in range(3)] == [True, True, False]
+    await stream.take()
+    assert stream.put(ErrorItem(ResourceExhausted("x")))
+    assert [type(await stream.take()) for _ in range(3)] == [TokenItem, TokenItem, ErrorItem]
+
+
+async def test_a_reader_that_waits_is_woken_by_what_is_put() -> None:
+    stream = StreamBuffer(1000)
+    waiting = asyncio.ensure_future(stream.take())
+    await asyncio.sleep(0)
+    stream.put(TokenItem(0, 1, "a", 0.0))
+    stream.put(TokenItem(1, 2, "b", 0.0))
+    assert (await waiting).index == 0  # type: ignore[union-attr]  # a TokenItem
+    assert (await stream.take()).index == 1  # type: ignore[union-attr]  # a TokenItem
