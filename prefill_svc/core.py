@@ -16,7 +16,7 @@ from collections import Counter
 
 from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
-from kvrelay.requests import Incarnation, SequenceSpec
+from kvrelay.requests import SequenceSpec
 from kvrelay.session import (
     Abort,
     ComputeRecord,
@@ -33,6 +33,7 @@ from kvrelay.session import (
 from kvtransfer import actions as handoff
 from kvtransfer.transports.base import WriteDone, WriteFailed
 from prefill_svc.attempt import PrefillAttempt, PrefillParts, spec_of
+from prefill_svc.peers import Peers
 from worker.attempts import Attempts, key_of
 from worker.events import (
     Action,
@@ -51,8 +52,6 @@ from worker.outbox import Outbox
 from worker.refusals import refuse_work
 
 MAX_ATTEMPTS = 1024
-REDIAL_S = 0.5
-"""Pause before a lost link is dialled again. An answer means that the peer lives, and is told what was fenced."""
 
 
 class PrefillCore:
@@ -64,8 +63,7 @@ class PrefillCore:
         self._counters: Counter[str] = Counter()
         self._step_id = 0
         self._planned_at = 0.0
-        self._targets: dict[Incarnation, OpenLink] = {}
-        self._redials: dict[Incarnation, float] = {}
+        self._peers = Peers(parts.table.busy_with)
         self._draining = False
 
     # events
@@ -79,10 +77,11 @@ class PrefillCore:
         elif isinstance(event, CommandReceived):
             self._command(event, now)
         elif isinstance(event, LinkOpened):
+            self._peers.linked(event.peer)
             self._carry_out(self._p.table.link_opened(event.peer, now), now)
         elif isinstance(event, LinkClosed):
             self._carry_out(self._p.table.link_lost(event.peer, now), now)
-            self._link_lost(event.peer, now)
+            self._peers.lost(event.peer, now)
         elif isinstance(event, SessionOpened):
             self._outbox.open(event.session)
         elif isinstance(event, SessionClosed):
@@ -124,24 +123,9 @@ class PrefillCore:
         if destination is not None:
             ticket = destination.ticket
             attempt.num_pushed = ticket.num_cached_blocks
-            self._open_link(OpenLink(ticket.incarnation, destination.worker_id, destination.address))
+            target = OpenLink(ticket.incarnation, destination.worker_id, destination.address)
+            self._actions.append(self._peers.want(target))
             self._carry_out(self._p.table.start(ticket, ticket.incarnation, key, attempt.num_tokens, now), now)
-
-    def _open_link(self, target: OpenLink) -> None:
-        self._targets[target.peer] = target
-        self._redials.pop(target.peer, None)
-        self._actions.append(target)
-
-    def _link_lost(self, peer: Incarnation, now: float) -> None:
-        """Dial again while a hand-off to the peer has not ended; else forget the peer."""
-        if peer in self._targets and self._p.table.in_flight:
-            self._redials[peer] = now + REDIAL_S
-        else:
-            self._targets.pop(peer, None)
-
-    def _redial(self, now: float) -> None:
-        for peer in [p for p, at in self._redials.items() if at <= now]:
-            self._open_link(self._targets[peer])
 
     def _refuse(self, work: Work, spec: SequenceSpec, destination: Destination | None) -> Refused | None:
         def refused(code: str, message: str, field: str) -> Refused:
@@ -296,7 +280,7 @@ class PrefillCore:
 
     def actions(self, now: float) -> list[Action]:
         self._carry_out(self._p.table.tick(now), now)
-        self._redial(now)
+        self._actions += self._peers.due(now)
         for attempt in self._attempts.expired(now):
             self._drop(attempt, now)
             key = attempt.key
@@ -309,7 +293,7 @@ class PrefillCore:
         return [*actions, *(SendReport(session, report) for session, report in reports)]
 
     def next_wake(self) -> float | None:
-        timers = (self._p.table.next_deadline(), self._attempts.next_deadline(), *self._redials.values())
+        timers = (self._p.table.next_deadline(), self._attempts.next_deadline(), self._peers.next_due())
         return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:

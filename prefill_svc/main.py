@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from engine.block_pool import BlockPool
@@ -82,16 +81,11 @@ class PrefillMain:
 
         async def tell_transport(welcome: LinkWelcome) -> None:
             assert shell.transport is not None
-            await asyncio.to_thread(
-                shell.transport.add_peer, welcome.incarnation, welcome.transport_metadata, welcome.pool
-            )
+            add = shell.transport.add_peer
+            arguments = (welcome.incarnation, welcome.transport_metadata, welcome.pool)
+            await shell.loop.run_in_executor(shell.peer_calls, add, *arguments)
 
-        async def forget(peer: Incarnation) -> None:
-            assert shell.transport is not None
-            if not shell.stop.is_set():  # on the way out the whole transport is closed
-                await asyncio.to_thread(shell.transport.drop_peer, peer)
-
-        shell.links = _PrefillLinks(LinkClient(shell.mailbox, hello, dial_link, tell_transport, forget))
+        shell.links = _PrefillLinks(LinkClient(shell.mailbox, hello, dial_link, tell_transport))
         shell.hub = SessionHub(shell.mailbox, description, shell.load)
         server.add(
             worker_pb2_grpc.add_PrefillServiceServicer_to_server,

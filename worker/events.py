@@ -105,7 +105,14 @@ class OpenLink:
     address: str
 
 
-Action = SendReport | OpenLink | Reply | Send | Post | Expect | Unexpect | ExitProcess
+@dataclass(frozen=True, slots=True)
+class DropPeer:
+    """No hand-off to this decode worker is left and its link is gone: let go of what the transport holds of it."""
+
+    peer: Incarnation
+
+
+Action = SendReport | OpenLink | DropPeer | Reply | Send | Post | Expect | Unexpect | ExitProcess
 
 
 class Core(Protocol):

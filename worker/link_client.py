@@ -67,13 +67,11 @@ class LinkClient:
         hello: LinkHello,
         dial: Dial,
         add_peer: Callable[[LinkWelcome], Awaitable[None]],
-        drop_peer: Callable[[Incarnation], Awaitable[None]],
     ) -> None:
         self._mailbox = mailbox
         self._hello = hello
         self._dial = dial
         self._add_peer = add_peer
-        self._drop_peer = drop_peer
         self._links: dict[Incarnation, _Link] = {}
 
     def ensure(self, target: OpenLink) -> None:
@@ -120,11 +118,8 @@ class LinkClient:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:.0f} s"
         except asyncio.CancelledError:
             reason = "this worker is ending"
-        link.closed.set()
-        try:
-            # Before anyone may dial the peer again: the transport knows one pool per incarnation.
-            await self._drop_peer(target.peer)
         finally:
+            link.closed.set()
             self._links.pop(target.peer, None)
             self._mailbox.post(LinkClosed(target.peer, by_kernel=False, reason=reason))
             log.info("link closed", decode=target.worker_id, incarnation=target.peer, why=reason)

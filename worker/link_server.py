@@ -65,8 +65,9 @@ class LinkServer:
         reader = asyncio.ensure_future(self._read(writer, messages))
         reader.add_done_callback(lambda _: queue.put_nowait(None))
         try:
-            await write(self._welcome)
+            # First: a writer that is welcomed must no longer count as gone.
             self._mailbox.post(LinkOpened(writer))
+            await write(self._welcome)
             while (message := await queue.get()) is not None:
                 await write(message)
         finally:

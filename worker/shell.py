@@ -10,6 +10,7 @@ A dead engine thread, a dead transport or an unsure memory ends the process at o
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import secrets
 import signal
@@ -32,7 +33,7 @@ from kvtransfer.transports.base import TransportEvent, WriteFailed
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.nixl import NixlTransport
 from worker.engine_thread import EngineThread
-from worker.events import Action, Core, Event, OpenLink, SendReport, TransportHappened
+from worker.events import Action, Core, DropPeer, Event, OpenLink, SendReport, TransportHappened
 from worker.mailbox import Mailbox
 from worker.registration import Registration
 from worker.session_hub import SessionHub
@@ -67,6 +68,8 @@ class Shell:
     mailbox: Mailbox[Event]
     loop: asyncio.AbstractEventLoop
     stop: asyncio.Event
+    peer_calls: concurrent.futures.ThreadPoolExecutor
+    """One thread, for calls that wait for the transport: a peer is dropped and added in the order decided."""
     exit_code: int = 0
     engine: EngineThread | None = None
     transport: Transport | None = None
@@ -89,6 +92,8 @@ class Shell:
                 self.transport.expect(action.ticket)
             elif isinstance(action, Unexpect):
                 self.transport.unexpect(action.epoch)
+            elif isinstance(action, DropPeer):
+                self.peer_calls.submit(self.transport.drop_peer, action.peer)
             elif isinstance(action, ExitProcess):
                 self.die(RuntimeError(action.reason))
             else:
@@ -161,7 +166,8 @@ async def _main(
 ) -> int:
     loop = asyncio.get_running_loop()
     incarnation = Incarnation(secrets.token_hex(8))
-    shell = Shell(config, incarnation, Mailbox(), loop, asyncio.Event())
+    peer_calls = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="peers")
+    shell = Shell(config, incarnation, Mailbox(), loop, asyncio.Event(), peer_calls)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shell.quit, 0)
     server = RpcServer()
@@ -242,6 +248,7 @@ async def _stop(shell: Shell, server: RpcServer, engine: EngineThread) -> None:
     shell.hub.end_all("the worker is stopping")
     await _until(lambda: _quiet(engine), STOP_GRACE_S)
     await shell.loop.run_in_executor(None, engine.stop)
+    shell.peer_calls.shutdown(wait=False, cancel_futures=True)
     await shell.loop.run_in_executor(None, shell.transport.close)
     await shell.links.close()
     await server.stop(1.0)

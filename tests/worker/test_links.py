@@ -80,7 +80,7 @@ class Ends:
         self.server = LinkServer(self.at_decode, WELCOME, "fp")
         self.pipes: list[Pipe] = []
         self.peers: list[str] = []
-        self.client = LinkClient(self.at_prefill, HELLO, self.dial, self.add_peer, self.drop_peer)
+        self.client = LinkClient(self.at_prefill, HELLO, self.dial, self.add_peer)
 
     @asynccontextmanager
     async def dial(self, address: str) -> AsyncIterator[Pipe]:
@@ -94,9 +94,6 @@ class Ends:
 
     async def add_peer(self, welcome: LinkWelcome) -> None:
         self.peers.append(f"add {welcome.incarnation}")
-
-    async def drop_peer(self, peer: Incarnation) -> None:
-        self.peers.append(f"drop {peer}")
 
     def ensure(self, peer: Incarnation = D) -> None:
         self.client.ensure(OpenLink(peer, WorkerId("d"), "host:1"))
@@ -137,7 +134,7 @@ async def test_a_cut_link_is_reported_on_both_sides_and_dialled_again_when_asked
     closed = await events_of(ends.at_prefill, lambda e: len(e) == 1)
     assert closed == [LinkClosed(D, by_kernel=False, reason="connection lost")]
     await events_of(ends.at_decode, lambda e: LinkClosed(P, by_kernel=True) in e)
-    assert ends.peers == ["add dd", "drop dd"]
+    assert ends.peers == ["add dd"]
     ends.ensure()
     await events_of(ends.at_prefill, lambda e: LinkOpened(D) in e)
     await ends.client.close()
@@ -149,7 +146,7 @@ async def test_a_link_to_another_incarnation_is_refused_with_both_named() -> Non
     [closed] = await events_of(ends.at_prefill, lambda e: len(e) == 1)
     assert isinstance(closed, LinkClosed)
     assert closed.reason == "incarnation differs: dd here, older wanted"
-    assert ends.peers == ["drop older"]
+    assert ends.peers == []
     await ends.client.close()
 
 

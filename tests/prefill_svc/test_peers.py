@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from kvrelay.requests import Incarnation, WorkerId
+from prefill_svc.peers import REDIAL_S, Peers
+from worker.events import DropPeer, OpenLink
+
+D = Incarnation("d")
+TARGET = OpenLink(D, WorkerId("d-0"), "host:1")
+
+
+def test_a_lost_peer_is_dialled_again_while_a_hand_off_has_not_ended_and_then_let_go() -> None:
+    busy = {D}
+    peers = Peers(lambda peer: peer in busy)
+    assert peers.want(TARGET) == TARGET
+    assert peers.due(0.0) == []
+    peers.lost(D, 10.0)
+    assert peers.next_due() == 10.0
+    assert peers.due(10.0) == [TARGET]
+    peers.lost(D, 10.1)  # the dial failed
+    assert peers.due(10.1) == []
+    assert peers.due(10.1 + REDIAL_S) == [TARGET]
+    busy.clear()
+    peers.lost(D, 10.4)
+    assert peers.due(10.4) == [DropPeer(D)]
+    assert peers.next_due() is None
+    assert peers.due(99.0) == []
+
+
+def test_an_answer_ends_the_dialling_and_a_new_hand_off_dials_at_once() -> None:
+    peers = Peers(lambda peer: True)
+    peers.want(TARGET)
+    peers.lost(D, 1.0)
+    assert peers.due(1.0) == [TARGET]
+    peers.linked(D)
+    assert peers.next_due() is None
+    peers.lost(D, 5.0)
+    assert peers.want(TARGET) == TARGET
+    assert peers.due(5.0) == []
+
+
+def test_an_unknown_peer_is_nobodys_business() -> None:
+    peers = Peers(lambda peer: False)
+    peers.lost(D, 1.0)
+    assert peers.due(1.0) == []
