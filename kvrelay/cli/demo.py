@@ -23,10 +23,10 @@ def demo(
 def _demo(options: dict[str, object], prompt_file: str, max_tokens: int) -> int:
     from kvrelay.cli.demo_run import run_demo
     from kvrelay.cli.problems import EXIT_CONFIG, EXIT_FAILED, report
-    from kvrelay.errors import InvalidArgument, KVRelayError
+    from kvrelay.errors import KVRelayError, Unavailable
 
     try:
         return run_demo(options, prompt_file, max_tokens)
     except KVRelayError as error:
         report(error)
-        return EXIT_CONFIG if isinstance(error, InvalidArgument) else EXIT_FAILED
+        return EXIT_FAILED if isinstance(error, Unavailable) else EXIT_CONFIG

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from kvrelay.cli.bench_stats import percentile
 from kvrelay.cli.cluster import Cluster
@@ -13,7 +14,9 @@ from kvrelay.cli.members import plan_local
 from kvrelay.cli.prompt import read_file_text
 from kvrelay.cli.screen import Screen
 from kvrelay.cli.serve import serve
-from kvrelay.client import AsyncClient, GenerateResult
+
+if TYPE_CHECKING:
+    from kvrelay.client import GenerateResult
 
 
 def run_demo(options: dict[str, object], prompt_file: str, max_tokens: int) -> int:
@@ -33,6 +36,8 @@ def run_demo(options: dict[str, object], prompt_file: str, max_tokens: int) -> i
 
 
 async def _stream(target: str, text: str, max_tokens: int) -> GenerateResult:
+    from kvrelay.client import AsyncClient
+
     chat = [{"role": "user", "content": text}]
     async with AsyncClient(target) as client, client.generate(chat, max_tokens=max_tokens, temperature=0.0) as stream:
         async for token in stream:

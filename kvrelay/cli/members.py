@@ -35,7 +35,7 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
     coordinator = load_coordinator(options, path=path, env=env)
     placed = {**options, "listen": WORKER_LISTEN, "advertise": ""}
     for role in Role:
-        load_worker(role, placed, path=path, env=env)
+        require_model(load_worker(role, placed, path=path, env=env))
     host, port = claim_port(coordinator.listen)
     target = f"{host}:{port}"
     common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
@@ -46,6 +46,15 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
             own = {**placed, "coordinators": reachable(target), "worker_id": name}
             members.append(Member(name, _command(role.value, WorkerConfig, own, common)))
     return LocalPlan(up, target, tuple(members))
+
+
+def require_model(config: WorkerConfig) -> None:
+    """NotFound, InvalidArgument or Unimplemented, field `model`, when its directory cannot be served."""
+    if config.executor == "torch":
+        from kvrelay.models.catalog import resolve
+        from kvrelay.models.config import ModelConfig
+
+        ModelConfig.from_dir(resolve(config.model))
 
 
 def claim_port(listen: str) -> tuple[str, int]:

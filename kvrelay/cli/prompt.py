@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvrelay.client import Prompt
 from kvrelay.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvrelay.client import Prompt
 
 
 def read_prompt(argument: str | None, tokens_file: str, chat: bool) -> Prompt:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.cli.cluster import Cluster
 from kvrelay.cli.members import LocalPlan, reachable
 from kvrelay.cli.problems import EXIT_FAILED
 from kvrelay.cli.screen import Screen
-from kvrelay.client import AsyncClient
 from kvrelay.errors import KVRelayError
+
+if TYPE_CHECKING:
+    from kvrelay.client import AsyncClient
 
 POLL_S = 0.1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,6 +76,8 @@ async def _first(
 
 async def _until_serving(plan: LocalPlan, cluster: Cluster) -> int:
     """Returns 0 once every worker is registered and heard. The caller bounds it."""
+    from kvrelay.client import AsyncClient  # while the members start, not before
+
     await cluster.until_ready("coordinator")
     async with AsyncClient(reachable(plan.target)) as client:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,7 +48,7 @@ async def _once(target: str, as_json: bool) -> None:
 
     from kvrelay.cli.status_view import topology_table
 
-    Console().print(topology_table(topology))
+    Console(width=None if sys.stdout.isatty() else 160).print(topology_table(topology))
 
 
 async def _watch(target: str, as_json: bool) -> None:

@@ -6,14 +6,16 @@ from rich.table import Table
 
 from kvrelay.client import Topology, WorkerStatus
 
-LEFT = ("worker", "role", "incarnation", "transport")
-RIGHT = ("pid", "running", "waiting", "moving", "tok/s", "free", "held", "cached", "reserved", "quarantined")
+LEFT = ("worker", "role", "incarnation")
+RIGHT = ("pid", "run", "wait", "moving", "tok/s", "free", "held", "cached", "reserved", "quarantined")
 
 
 def topology_table(topology: Topology) -> Table:
     """One row a worker; those that drain or fell silent stand out."""
     requests = f"{topology['open_requests']} requests, {topology['queued_requests']} of them queued"
-    table = Table(title=f"coordinator {topology['coordinator_id']}: {requests}", title_justify="left")
+    table = Table(
+        title=f"coordinator {topology['coordinator_id']}: {requests}", title_justify="left", box=None, pad_edge=False
+    )
     for name in LEFT:
         table.add_column(name)
     for name in RIGHT:
@@ -29,8 +31,7 @@ def _cells(worker: WorkerStatus) -> tuple[str, ...]:
     return (
         worker["id"],
         worker["role"],
-        worker["incarnation"][:8],
-        worker["transport"],
+        worker["incarnation"][:6],
         str(worker["pid"]),
         str(worker["running"]),
         str(worker["waiting"]),

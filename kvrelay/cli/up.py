@@ -49,13 +49,13 @@ def _up(options: dict[str, object], config: str) -> int:
     from kvrelay.cli.members import plan_local
     from kvrelay.cli.problems import EXIT_CONFIG, EXIT_FAILED, report
     from kvrelay.cli.screen import Screen
-    from kvrelay.errors import InvalidArgument, KVRelayError
+    from kvrelay.errors import KVRelayError, Unavailable
 
     try:
         plan = plan_local(options, path=config, env=os.environ, parent_pid=os.getpid())
     except KVRelayError as error:
         report(error)
-        return EXIT_CONFIG if isinstance(error, InvalidArgument) else EXIT_FAILED
+        return EXIT_FAILED if isinstance(error, Unavailable) else EXIT_CONFIG
     from kvrelay.cli.serve import serve
     from kvrelay.cli.up_status import keep_up
 

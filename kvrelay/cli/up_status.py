@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from kvrelay.cli.cluster import Cluster
 from kvrelay.cli.members import LocalPlan
 from kvrelay.cli.screen import Screen
 from kvrelay.cli.serve import Body
-from kvrelay.client import AsyncClient, Topology
 from kvrelay.errors import KVRelayError
+
+if TYPE_CHECKING:
+    from kvrelay.client import AsyncClient, Topology
 
 REFRESH_S = 1.0
 
@@ -21,6 +24,8 @@ def keep_up(plan: LocalPlan, screen: Screen) -> Body:
         print(f"ready {plan.target}", flush=True)
         if not screen.live:
             await asyncio.Event().wait()
+        from kvrelay.client import AsyncClient
+
         async with AsyncClient(target) as client:
             while True:
                 screen.status(await _line(client, plan, cluster))

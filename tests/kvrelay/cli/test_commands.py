@@ -1,0 +1,244 @@
+"""The commands as a user runs them, as processes, against a small server in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay import errors
+from kvrelay.rpc.server import RpcServer
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from kvrelay.v1 import inference_pb2 as pb
+
+MAIN = (sys.executable, "-m", "kvrelay.cli.main")
+
+
+class Inference(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers with max_tokens tokens; the text of the prompt may ask for trouble."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.left = threading.Event()
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        if request.text == "refuse":
+            raise errors.InvalidArgument("sampling.top_p: must be above 0", field="sampling.top_p")
+        yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r1", prompt_tokens=3, seed=7, model="m"))
+        try:
+            for index in range(request.max_tokens):
+                yield pb.GenerateResponse(token=pb.Token(index=index, token_id=index, text=f"é{index} "))
+            if request.text == "break":
+                raise errors.Unavailable("worker decode-0 was lost")
+            if request.text == "hang":
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        usage = pb.Usage(prompt_tokens=3, completion_tokens=request.max_tokens)
+        cost = pb.HandOff(transport="nixl", num_blocks=2, num_bytes=64, seconds=0.5, exposed_s=0.25)
+        yield pb.GenerateResponse(
+            finished=pb.Finished(
+                reason=common_pb2.FINISH_REASON_LENGTH,
+                text="end",
+                usage=usage,
+                prefill_worker="p",
+                decode_worker="d",
+                hand_off=cost,
+            )
+        )
+
+
+class Models(model_pb2_grpc.ModelServiceServicer):
+    async def GetModel(self, request, context):
+        identity = common_pb2.ModelIdentity(model_id="m", vocab_size=9)
+        return model_pb2.GetModelResponse(identity=identity, context_limit=64)
+
+
+class Admin(admin_pb2_grpc.AdminServiceServicer):
+    async def GetTopology(self, request, context):
+        about = common_pb2.WorkerDescription(worker_id="d1", role=common_pb2.ROLE_DECODE, incarnation="i", pid=7)
+        counts = common_pb2.BlockCounts(total=8, free=5, held=1, cached=1, reserved=1)
+        load = common_pb2.Load(blocks=counts, running=2, waiting=1, transfers_in_flight=3, tokens_per_s=4.5)
+        return admin_pb2.GetTopologyResponse(
+            workers=[admin_pb2.WorkerStatus(description=about, load=load)], coordinator_id="c"
+        )
+
+
+class Serving:
+    """The server with a loop and a thread of its own."""
+
+    def __init__(self) -> None:
+        self.inference = Inference()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.target = self.run(self._start())
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    async def _start(self) -> str:
+        self.server = RpcServer()
+        add = self.server.add
+        add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.inference, "kvrelay.v1.InferenceService")
+        add(model_pb2_grpc.add_ModelServiceServicer_to_server, Models(), "kvrelay.v1.ModelService")
+        add(admin_pb2_grpc.add_AdminServiceServicer_to_server, Admin(), "kvrelay.v1.AdminService")
+        port = self.server.bind("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    def stop(self) -> None:
+        self.run(self.server.stop(0.1))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    serving = Serving()
+    yield serving
+    serving.stop()
+
+
+def kvrelay(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")}
+    return subprocess.run(
+        [*MAIN, *arguments], input=stdin, capture_output=True, timeout=60, check=False, env=environment
+    )
+
+
+def test_generate_streams_the_text_and_nothing_else(serving):
+    done = kvrelay("generate", "--target", serving.target, "--max-tokens", "2", "hello")
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, "é0 é1 end\n", b"")
+    request = serving.inference.requests[-1]
+    assert (request.text, request.max_tokens, request.HasField("sampling")) == ("hello", 2, False)
+
+
+def test_generate_as_json_is_one_object_with_everything(serving):
+    done = kvrelay("generate", "--target", serving.target, "--json", "--max-tokens", "3", "--seed", "7", "hello")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert answer.pop("ttft_ms") > 0
+    assert len(answer.pop("gaps_ms")) == 2
+    assert answer == {
+        "request_id": "r1",
+        "token_ids": [0, 1, 2],
+        "text": "é0 é1 é2 end",
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0},
+        "prefill_worker": "p",
+        "decode_worker": "d",
+        "seed": 7,
+        "model": "m",
+        "hand_off": {"transport": "nixl", "num_blocks": 2, "num_bytes": 64, "seconds": 0.5, "exposed_s": 0.25},
+    }
+
+
+def test_a_prompt_comes_from_stdin_a_file_of_ids_or_as_chat(serving, tmp_path):
+    ask = ("generate", "--target", serving.target, "--max-tokens", "1")
+    kvrelay(*ask, "-", stdin="grüße\n".encode())
+    assert serving.inference.requests[-1].text == "grüße\n"
+    (tmp_path / "ids").write_text("[1, 2, 3]")
+    kvrelay(*ask, "--tokens", str(tmp_path / "ids"))
+    assert list(serving.inference.requests[-1].tokens.ids) == [1, 2, 3]
+    kvrelay(*ask, "--chat", "hi")
+    messages = serving.inference.requests[-1].chat.messages
+    assert [(m.role, m.content) for m in messages] == [("user", "hi")]
+
+
+def test_an_error_as_json_leaves_stdout_empty(serving):
+    done = kvrelay("generate", "--target", serving.target, "--json", "refuse")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert json.loads(done.stderr) == {
+        "error": {
+            "code": "INVALID_ARGUMENT",
+            "message": "sampling.top_p: must be above 0",
+            "field": "sampling.top_p",
+        }
+    }
+
+
+def test_an_error_in_the_middle_is_one_line_and_with_json_nothing_of_the_answer(serving):
+    done = kvrelay("generate", "--target", serving.target, "--max-tokens", "1", "break")
+    assert (done.returncode, done.stdout.decode()) == (1, "é0 \n")
+    assert done.stderr == b"kvrelay: worker decode-0 was lost\n"
+    done = kvrelay("generate", "--target", serving.target, "--json", "--max-tokens", "1", "break")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert json.loads(done.stderr)["error"]["code"] == "UNAVAILABLE"
+
+
+def test_ctrl_c_cancels_the_request_and_exits_130(serving):
+    serving.inference.left.clear()
+    command = [*MAIN, "generate", "--target", serving.target, "--max-tokens", "1", "hang"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.read(3).decode() == "é0"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
+    assert serving.inference.left.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "field"),
+    [
+        (("-",), b"\xff\xfe", "prompt"),
+        (("--tokens", "-"), b"[1, true]", "tokens[1]"),
+        (("--tokens", "-"), b"1 2 x", "tokens"),
+        (("--tokens", "/nowhere/ids"), b"", "tokens"),
+        (("--max-tokens", str(1 << 80), "x"), b"", "max_tokens"),
+        (("--seed", "-1", "x"), b"", "sampling.seed"),
+    ],
+)
+def test_what_cannot_be_sent_names_the_field(serving, arguments, stdin, field):
+    done = kvrelay("generate", "--target", serving.target, "--json", *arguments, stdin=stdin)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert json.loads(done.stderr)["error"]["field"] == field
+
+
+def test_nobody_at_the_target_is_one_clear_line():
+    done = kvrelay("status", "--target", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(b"kvrelay: ")
+
+
+def test_status_as_json_has_the_blocks_of_every_worker(serving):
+    done = kvrelay("status", "--target", serving.target, "--json")
+    worker = json.loads(done.stdout)["workers"][0]
+    assert worker["blocks"] == {"total": 8, "free": 5, "held": 1, "cached": 1, "reserved": 1, "quarantined": 0}
+    assert (worker["id"], worker["role"], worker["incarnation"], worker["pid"]) == ("d1", "decode", "i", 7)
+    assert (worker["running"], worker["waiting"], worker["transfers_in_flight"], worker["tokens_per_s"]) == (
+        2,
+        1,
+        3,
+        4.5,
+    )
+    assert b"d1" in kvrelay("status", "--target", serving.target).stdout
+
+
+@pytest.mark.parametrize("loop", [("--concurrency", "2"), ("--rate", "200")])
+def test_bench_counts_every_request_and_token(serving, loop):
+    serving.inference.requests.clear()
+    sizes = ("--requests", "5", "--prompt-tokens", "6", "--output-tokens", "4", "--warmup", "1")
+    done = kvrelay("bench", "--target", serving.target, "--json", "-", *loop, *sizes)
+    figures = json.loads(done.stdout)
+    assert (done.returncode, figures["requests"], figures["errors"]) == (0, 5, 0)
+    assert figures["tbt_ms"]["max"] >= figures["tbt_ms"]["p50"] > 0
+    assert figures["exposed_hand_off_ms_p50"] == 250.0
+    prompts = {tuple(request.tokens.ids) for request in serving.inference.requests}
+    assert len(prompts) == 6
+    assert all(len(prompt) == 6 and max(prompt) < 9 for prompt in prompts)
+    assert all(request.ignore_eos for request in serving.inference.requests)
+    assert sorted(request.max_tokens for request in serving.inference.requests) == [4, 4, 4, 4, 4, 8]  # one to warm up
