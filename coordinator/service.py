@@ -70,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         raw = raw_request(request)
         validate.check(raw, limits)
         self._dispatcher.check_room(raw.max_tokens != 1)
-        prompt_ids = await self._prompt_ids(raw)
+        prompt_ids = await self._prompt_ids(raw, limits)
         facts = self._facts(raw, prompt_ids, limits, deadline_at)
         text = OutputText(self._model.codec.detokenizer(), raw.stop, facts.stop.stop_token_ids)
         live = self._dispatcher.submit(facts, text, times)
@@ -127,15 +127,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _limits(self) -> Limits:
         return self._model.limits(self._roster.context_limit)
 
-    async def _prompt_ids(self, raw: RawRequest) -> tuple[int, ...]:
+    async def _prompt_ids(self, raw: RawRequest, limits: Limits) -> tuple[int, ...]:
         """A template writes special tokens itself, so none are added to its text."""
         if raw.token_ids is not None:
             return raw.token_ids
-        if raw.text is not None:
-            return tuple(await self._tokenizing.encode(raw.text, True))
-        template = self._model.codec.template
-        assert template is not None, "checked by validate"
-        return tuple(await self._tokenizing.encode(template.render(raw.chat or ()), False))
+        codec, text = self._model.codec, raw.text
+        if text is None:
+            assert codec.template is not None, "checked by validate"
+            text = codec.template.render(raw.chat or ())
+        validate.check_length(raw, text, codec.longest_token, limits)
+        return tuple(await self._tokenizing.encode(text, add_special_tokens=raw.text is not None))
 
     def _facts(
         self, raw: RawRequest, prompt_ids: tuple[int, ...], limits: Limits, deadline_at: float | None

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
 from coordinator.chat import ChatTemplate, load_template
 from coordinator.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from kvrelay.errors import InvalidArgument, NotFound
+from kvrelay.errors import InvalidArgument, NotFound, ResourceExhausted
 
-LONG_TEXT = 32 * 1024
-"""Characters from which on a text is encoded in a thread: an event loop must not stand still for it."""
+LONG_TEXT = 2048
+"""Characters from which on a text is encoded in a thread, about 3 ms: every stream waits while the loop stands."""
+MAX_WAITING = 128
 BYTE_VOCAB = 258
 BYTE_EOS = 256
 BYTE_BOS = 257
+
+
+T = TypeVar("T")
 
 
 class TextCodec(Protocol):
@@ -30,6 +34,8 @@ class TextCodec(Protocol):
 
     vocab_size: int
     template: ChatTemplate | None
+    longest_token: int
+    """Most characters of text that one token can stand for; 0 where that is not known."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
@@ -43,6 +49,7 @@ class ByteCodec:
 
     vocab_size = BYTE_VOCAB
     template: ChatTemplate | None = None
+    longest_token = 1
 
     def __init__(self) -> None:
         self._table = [bytes([i]) for i in range(256)] + [b""] * (BYTE_VOCAB - 256)
@@ -65,9 +72,11 @@ class HuggingFaceCodec:
         self._tokenizer = _load(Path(directory) / "tokenizer.json")
         self.template = load_template(Path(directory))
         self._table, self._strip_first_space = _byte_table(self._tokenizer, vocab_size)
+        self.longest_token = _longest_token(self._tokenizer, self._table)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """As a batch of one: unlike `encode`, the library's `encode_batch` lets other threads run meanwhile."""
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """What `detokenizer` streams, in one piece."""
@@ -82,23 +91,32 @@ class HuggingFaceCodec:
 
 
 class Tokenizing:
-    """Owns the one thread that encodes long texts; `close` ends it."""
+    """Owns the one thread that encodes long texts; `close` ends it. What waits for the thread is bounded."""
 
     def __init__(self, codec: TextCodec) -> None:
         self.codec = codec
+        self._waiting = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """ResourceExhausted when too many long texts wait already."""
         if len(text) < LONG_TEXT:
             return self.codec.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self.codec.encode, text, add_special_tokens)
+        return await self._in_thread(self.codec.encode, text, add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) < LONG_TEXT:
             return self.codec.decode(token_ids)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self.codec.decode, list(token_ids))
+        return await self._in_thread(self.codec.decode, list(token_ids))
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        if self._waiting >= MAX_WAITING:
+            raise ResourceExhausted(f"{MAX_WAITING} long texts wait to be tokenized", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        finally:
+            self._waiting -= 1
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -135,14 +153,22 @@ def _strips_one(steps: Sequence[dict[str, Any]]) -> bool:
     return not steps or list(steps) == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
 
 
+def _longest_token(tokenizer: Tokenizer, table: list[bytes] | None) -> int:
+    """A normalizer may drop text before it is cut into tokens: then nothing can be said."""
+    if table is None or json.loads(tokenizer.to_str()).get("normalizer") is not None:
+        return 0
+    special = (len(token.content) for token in tokenizer.get_added_tokens_decoder().values())
+    return max(*(len(piece) for piece in table), *special)
+
+
 def _table(tokenizer: Tokenizer, vocab_size: int, piece_bytes: Any) -> list[bytes]:
     """Ids without a token (padding of the embedding) have no text, like special tokens."""
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-    table = []
-    for token_id in range(vocab_size):
-        piece = tokenizer.id_to_token(token_id)
+    table = [b""] * vocab_size
+    for piece, token_id in tokenizer.get_vocab().items():
         special = token_id in added and added[token_id].special
-        table.append(b"" if piece is None or special else piece_bytes(piece))
+        if token_id < vocab_size and not special:
+            table[token_id] = piece_bytes(piece)
     return table
 
 

@@ -70,6 +70,15 @@ def check(raw: RawRequest, limits: Limits) -> None:
     _check_bytes("client_request_id", raw.client_request_id, MAX_LABEL_BYTES)
 
 
+def check_length(raw: RawRequest, text: str, longest_token: int, limits: Limits) -> None:
+    """Refuses a text that is too long whatever its tokens are, so that nobody tokenizes it."""
+    if longest_token and len(text) > limits.context_limit * longest_token:
+        longest = limits.context_limit - 1
+        raise _wrong(
+            _prompt_field(raw), f"has {len(text)} characters; a prompt has 1 .. {longest} tokens (context - 1)"
+        )
+
+
 def fit(raw: RawRequest, num_prompt_tokens: int, limits: Limits) -> StopRule:
     """The rule that ends this request, once its prompt has `num_prompt_tokens` tokens."""
     field = _prompt_field(raw)

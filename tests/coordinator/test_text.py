@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -11,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from coordinator.chat import ChatTemplate, load_template
 from coordinator.detokenize import Detokenizer, WindowDetokenizer
-from coordinator.text import LONG_TEXT, ByteCodec, HuggingFaceCodec, Tokenizing
-from kvrelay.errors import InvalidArgument, NotFound
+from coordinator.text import LONG_TEXT, MAX_WAITING, ByteCodec, HuggingFaceCodec, Tokenizing
+from kvrelay.errors import InvalidArgument, NotFound, ResourceExhausted
 
 SMOLLM2 = Path("~/.cache/kvrelay/models/smollm2-135m-instruct").expanduser()
 needs_model = pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="SmolLM2 is not pulled")
@@ -132,6 +133,18 @@ async def test_a_long_text_is_encoded_in_a_thread_with_the_same_result() -> None
     tokenizing = Tokenizing(ByteCodec())
     text = "ab" * LONG_TEXT
     assert await tokenizing.encode(text, True) == list(text.encode())
+    tokenizing.close()
+
+
+async def test_what_waits_for_the_thread_is_bounded() -> None:
+    tokenizing = Tokenizing(ByteCodec())
+    text = "ab" * LONG_TEXT
+    waiting = [asyncio.ensure_future(tokenizing.encode(text, True)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted):
+        await tokenizing.encode(text, True)
+    assert {len(ids) for ids in await asyncio.gather(*waiting)} == {len(text)}
+    assert len(await tokenizing.encode(text, True)) == len(text)
     tokenizing.close()
 
 

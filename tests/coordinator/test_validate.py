@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.journal import Journal
-from coordinator.validate import Limits, RawRequest, check, fit, sampling_of
+from coordinator.validate import Limits, RawRequest, check, check_length, fit, sampling_of
 from kvrelay import errors
 from kvrelay.requests import Sampling, StopRule
 
@@ -92,6 +92,15 @@ def test_a_prompt_has_1_to_context_minus_1_tokens() -> None:
         with pytest.raises(errors.InvalidArgument) as info:
             fit(RawRequest(**OK), length, LIMITS)
         assert info.value.field == "tokens.ids"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    raw = RawRequest(text="x")
+    check_length(raw, "x" * 700, 7, LIMITS)
+    check_length(raw, "x" * 10_000, 0, LIMITS)
+    with pytest.raises(errors.InvalidArgument) as info:
+        check_length(raw, "x" * 701, 7, LIMITS)
+    assert info.value.field == "text"
 
 
 @pytest.mark.parametrize("length", [1, 99])
