@@ -32,6 +32,7 @@ def plot_interference(path: str, title: str, quiet: Gaps, busy: Gaps) -> None:
         raise FailedPrecondition("--plot needs matplotlib: pip install 'kvrelay[plot]'", field="plot") from None
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
     for gaps, color in ((busy, BUSY), (quiet, QUIET)):
@@ -44,7 +45,10 @@ def plot_interference(path: str, title: str, quiet: Gaps, busy: Gaps) -> None:
     left.set_yscale("log")
     right.set_xscale("log")
     right.set_yscale("log")
-    right.legend(frameon=False)
+    for axis in (left.yaxis, right.xaxis):  # 20, 30, 50 rather than powers of ten
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    right.legend(frameon=False, loc="upper right")
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)

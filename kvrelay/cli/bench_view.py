@@ -7,37 +7,50 @@ from typing import Any
 from rich.table import Table
 
 COLUMNS = ("p50", "p90", "p99", "max")
+LABELS = {
+    "requests": "requests",
+    "errors": "errors",
+    "wall_s": "seconds",
+    "seconds": "seconds",
+    "ttft_ms": "TTFT, ms",
+    "tbt_ms": "TBT, ms",
+    "output_tokens_per_s": "output tokens/s",
+    "prompt_tokens_per_s": "prompt tokens/s",
+    "exposed_hand_off_ms_p50": "exposed hand-off p50, ms",
+    "exposed_hand_off_share_of_ttft_p50": "exposed hand-off p50, share of TTFT",
+    "done": "answered",
+    "p99_over_quiet_p50": "TBT p99 with long prompts / quiet p50",
+}
 
 
 def figures_table(figures: dict[str, Any]) -> Table:
     """One row a quantity; those with percentiles fill the last columns."""
-    table = Table(title=_title(figures), title_justify="left")
-    table.add_column("")
-    for name in ("value", *COLUMNS):
-        table.add_column(name, justify="right")
+    table = Table(title=_title(figures), title_justify="left", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("", *COLUMNS):
+        table.add_column(name, justify="right", no_wrap=True)
     if "quiet" in figures:
-        for name in ("quiet", "interfered"):
-            _add(table, figures[name], f"{name}: ")
-        table.add_row("p99 under load / quiet p50", str(figures["p99_over_quiet_p50"]))
-    else:
-        _add(table, figures, "")
+        _add(table, figures["quiet"], "quiet: ")
+        _add(table, figures["interfered"], "long prompts: ")
+    _add(table, figures, "")
     return table
 
 
 def _title(figures: dict[str, Any]) -> str:
     if "quiet" in figures:
-        return (
-            f"{figures['model']}: {figures['streams']} streams, {figures['long_prompt_tokens']}-token prompts arriving"
-        )
-    loop = f"rate {figures['rate']}/s" if "rate" in figures else f"concurrency {figures['concurrency']}"
+        long = figures["long_prompt_tokens"]
+        return f"{figures['model']}: {figures['streams']} decoding streams, {long}-token prompts arriving"
+    loop = f"{figures['rate']} requests/s" if "rate" in figures else f"{figures['concurrency']} at a time"
     return f"{figures['model']}: {loop}, {figures['prompt_tokens']} tokens in, {figures['output_tokens']} out"
 
 
 def _add(table: Table, figures: dict[str, Any], prefix: str) -> None:
     for key, value in figures.items():
-        if isinstance(value, dict) and "p50" in value:
-            table.add_row(prefix + key, "", *(f"{value[name]:.1f}" for name in COLUMNS))
-        elif key == "long_prompts":
-            _add(table, value, prefix + "long prompts ")
-        elif value is not None and not isinstance(value, (dict, str)) and not key.endswith("_tokens"):
-            table.add_row(prefix + key, f"{value:g}")
+        if key == "long_prompts":
+            _add(table, value, prefix)
+        elif key not in LABELS or value is None:
+            continue
+        elif isinstance(value, dict):
+            table.add_row(prefix + LABELS[key], "", *(f"{value[name]:.1f}" for name in COLUMNS))
+        else:
+            table.add_row(prefix + LABELS[key], f"{value:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from kvrelay.cli.problems import EXIT_INTERRUPTED
@@ -10,6 +11,7 @@ from kvrelay.cli.role_names import ROLES
 
 def main() -> None:
     """Entry point: ends the process with the command's exit code."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a server that stops is told as if it were a fault
     try:
         sys.exit(_run(sys.argv[1:]))
     except KeyboardInterrupt:
