@@ -124,14 +124,14 @@ def report_from_proto(proto: worker_pb2.Report, path: str = "report") -> Report:
 
 
 def _tokens_from_proto(proto: worker_pb2.Report, path: str) -> tuple[TokenOut, ...]:
+    """Token ids pass as they are: one outside the vocabulary ends its own stream, not the session."""
     out: list[TokenOut] = []
     for token in proto.tokens:
-        request_id, token_id = token.request_id, token.token_id
-        if not request_id or token_id < 0:
-            name = "token_id" if request_id else "request_id"
-            where = f"{path}.tokens[{len(out)}].{name}"
-            raise InvalidArgument(f"{where} is missing, empty or negative", field=where)
-        out.append(TokenOut(RequestId(request_id), token.attempt, token.sequence, token.index, token_id))
+        request_id = token.request_id
+        if not request_id:
+            where = f"{path}.tokens[{len(out)}].request_id"
+            raise InvalidArgument(f"{where} is missing or empty", field=where)
+        out.append(TokenOut(RequestId(request_id), token.attempt, token.sequence, token.index, token.token_id))
     return tuple(out)
 
 

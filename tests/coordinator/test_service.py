@@ -413,7 +413,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_channel_stays_usable(
     assert (await door.ask(text="x", max_tokens=2)).error is None
 
 
-@pytest.mark.parametrize("token_id", [258, 2**40])
+@pytest.mark.parametrize("token_id", [258, 2**40, -5])
 async def test_a_token_outside_the_vocabulary_ends_only_its_stream(
     door: Door, pair: tuple[FakeWorker, FakeWorker], token_id: int
 ) -> None:

@@ -343,8 +343,9 @@ def test_an_unknown_role_and_an_unknown_kind_are_refused_by_name():
 
 
 def test_wrong_items_of_a_report_are_named_with_their_index():
-    tokens = [worker_pb2.TokenOut(request_id="r"), worker_pb2.TokenOut(request_id="r", token_id=-1)]
-    assert refusal(convert.report_from_proto, worker_pb2.Report(tokens=tokens)).field == "report.tokens[1].token_id"
+    tokens = [worker_pb2.TokenOut(request_id="r", token_id=-5), worker_pb2.TokenOut(token_id=1)]
+    assert refusal(convert.report_from_proto, worker_pb2.Report(tokens=tokens)).field == "report.tokens[1].request_id"
+    assert convert.report_from_proto(worker_pb2.Report(tokens=tokens[:1])).tokens[0].token_id == -5
     ended = [worker_pb2.Ended(request_id="r", reason="tired")]
     assert refusal(convert.report_from_proto, worker_pb2.Report(ended=ended)).field == "report.ended[0].reason"
     failed = [worker_pb2.Ended(request_id="r", reason="failed")]
