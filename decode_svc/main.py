@@ -27,6 +27,9 @@ from worker.shell import EXIT_CONFIG, Shell, log, run_shell
 from worker.transports import make_transport
 from worker.wire import LinkService
 
+RECOMPUTE_SHARE = 4
+"""A preempted sequence is computed again beside the running ones, in chunks of this part of the step budget."""
+
 
 class _DecodeLinks:
     def __init__(self, server: LinkServer) -> None:
@@ -49,7 +52,11 @@ class DecodeMain:
         config = self._config
         executor = build_from(config)
         pool = BlockPool(executor.pool.num_blocks)
-        budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
+        budgets = Budgets(
+            max_tokens=config.step_tokens,
+            max_sequences=config.max_sequences,
+            max_prefill_tokens=max(1, config.step_tokens // RECOMPUTE_SHARE),
+        )
         core = DecodeCore(
             DecodeParts(
                 incarnation=shell.incarnation,
