@@ -18,34 +18,14 @@ from engine.tensors import StepBatch
 _log = logging.getLogger(__name__)
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _UNIT, _MAX_HEAD_DIM = 16, 256  # as in simd.h and attention.h
-_POINTERS = [
-    "qkv",
-    "pool",
-    "rope",
-    "out",
-    "positions",
-    "slot_blocks",
-    "slot_offsets",
-    "cu_seqlens_q",
-    "context_lens",
-    "block_tables",
-]
-_COUNTS = [
-    "tokens",
-    "seqs",
-    "max_blocks",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "layers",
-    "layer",
-    "block_size",
-    "qkv_stride",
-    "out_stride",
-    "act_is_bf16",
-    "pool_is_bf16",
-    "threads",
-]
+_POINTERS = (
+    *("qkv", "pool", "rope", "out"),
+    *("positions", "slot_blocks", "slot_offsets", "cu_seqlens_q", "context_lens", "block_tables"),
+)
+_COUNTS = (
+    *("tokens", "seqs", "max_blocks", "heads", "kv_heads", "head_dim", "layers", "layer", "block_size"),
+    *("qkv_stride", "out_stride", "act_is_bf16", "pool_is_bf16", "threads"),
+)
 
 
 class _Arguments(ctypes.Structure):

@@ -9,8 +9,11 @@
 namespace KVR_NAME(kvr) {
 
 constexpr int PANEL = 32;
-constexpr long MAX_KC = 320;             // a slab of a panel, 320 x 32 bfloat16 = 20 KiB, stays in the first cache
-constexpr long X_BYTES = 192 * 1024;     // a block of x that stays in the second cache
+constexpr long MAX_KC = 320;          // a slab of a panel, 320 x 32 bfloat16 = 20 KiB, stays in the first cache
+constexpr long FEW_ROWS = 16;         // up to here memory bounds the time: shorter slabs, fetched more evenly
+constexpr long FEW_KC = 96;
+constexpr long STREAM_AHEAD = 4096;   // bytes; one pass over the weights fetches this far ahead
+constexpr long X_BYTES = 192 * 1024;  // a block of x that stays in the second cache
 #if KVR_ISA == 2
 constexpr int MAX_ROWS = 12, WIDE_ROWS = 12;
 #elif KVR_ISA == 1
@@ -48,7 +51,7 @@ template <class W, int ROWS, int UNITS> static void micro(const Tile& t, const W
 #pragma GCC unroll 2
         for (int u = 0; u < UNITS; u++) load_unit(w + u * UNIT, b + u * NV);
         w += PANEL;
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead);
         ahead += t.ahead_step;
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
@@ -111,12 +114,17 @@ template <class W> static void slab_rows(const Linear& a, long p, long k0, long 
     long rows = r1 - r0, tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
     long passes = rows <= WIDE_ROWS ? 1 : 2 * tiles;
     long col = p * PANEL;
-    Tile t = {0, a.ldx, kc, 0, a.ldy, 0, k0 == 0, (const char*)(slab + kc * PANEL), (long)sizeof(W) * PANEL / passes};
+    const char* ahead = (const char*)slab + (passes == 1 ? STREAM_AHEAD : kc * PANEL * (long)sizeof(W));
+    Tile t = {0, a.ldx, kc, 0, a.ldy, 0, k0 == 0, ahead, (long)sizeof(W) * PANEL / passes};
     for (long i = 0; i < tiles; i++) {
         long from = r0 + rows * i / tiles, to = r0 + rows * (i + 1) / tiles;
         t.x = a.x + from * a.ldx + k0;
         t.y = a.y + from * a.ldy + col;
         t.bias = a.bias && k0 + kc == a.k ? a.bias + col : 0;
+        for (long r = from; r < to + MAX_ROWS && r < r1; r++) {  // the sums of this tile and the next
+            __builtin_prefetch(a.y + r * a.ldy + col, 1, 3);
+            __builtin_prefetch(a.y + r * a.ldy + col + UNIT, 1, 3);
+        }
         tile(a, t, (int)(to - from), slab, col);
         t.ahead += 2 * t.ahead_step * kc;
     }
@@ -125,7 +133,8 @@ template <class W> static void slab_rows(const Linear& a, long p, long k0, long 
 // Panels p0 .. p1 for all rows. Few rows: panel after panel, weights read once in the order they lie in memory.
 // Many rows: a block of x stays in the second cache while the panels pass.
 template <class W> static void panels(const Linear& a, long p0, long p1) {
-    long cuts = a.rows <= WIDE_ROWS ? 1 : (a.k + MAX_KC - 1) / MAX_KC;
+    long max_kc = a.rows <= FEW_ROWS ? FEW_KC : MAX_KC;
+    long cuts = a.rows <= WIDE_ROWS ? 1 : (a.k + max_kc - 1) / max_kc;
     if (a.rows * a.k * 4 <= X_BYTES || cuts == 1) {
         for (long p = p0; p < p1; p++)
             for (long c = 0; c < cuts; c++) {

@@ -96,9 +96,9 @@ def _native_norm(
 
 
 def _kernels(x: Tensor, weight: Tensor) -> Native | None:
-    if x.dtype not in _IS_BF16 or x.dtype is not weight.dtype or x.device.type != "cpu" or not x.is_contiguous():
-        return None
-    return native()
+    if x.is_cpu and x.is_contiguous() and x.dtype is weight.dtype and x.dtype in _IS_BF16:
+        return native()
+    return None
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:

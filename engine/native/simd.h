@@ -16,6 +16,7 @@
 #endif
 
 #define KVR_INLINE static inline __attribute__((always_inline))
+#define KVR_APART __attribute__((noinline))  // a loop that fills the registers is compiled for itself
 
 #if KVR_ISA == 2
 #define KVR_NAME(x) x##_avx512
@@ -57,6 +58,17 @@ KVR_INLINE vf fma(vf a, vf b, vf c) {
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
+#endif
+}
+
+// acc = fma(*p, b, acc) with *p as the instruction's memory operand: where twelve accumulators leave no register free,
+// the compiler would rather spill one of them.
+KVR_INLINE void fma_from(const float* p, vf b, vf* acc) {
+#if KVR_ISA == 1
+    typedef float unaligned __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+    asm("vfmadd231ps %2, %1, %0" : "+x"(*acc) : "x"(b), "m"(*(const unaligned*)p));
+#else
+    *acc = fma(load(p), b, *acc);
 #endif
 }
 
@@ -105,6 +117,22 @@ template <> constexpr int perm<bf16>(int j) {
 }
 #endif
 
+// Vector I of a unit alone.
+template <int I> KVR_INLINE vf load_part(const float* p) { return load(p + I * VL); }
+#if KVR_ISA == 2
+template <int I> KVR_INLINE vf load_part(const bf16* p) {
+    vf v;
+    load_unit(p, &v);
+    return v;
+}
+#else
+template <int I> KVR_INLINE vf load_part(const bf16* p) {
+    vi pair;
+    memcpy(&pair, p + I / 2 * 2 * VL, sizeof pair);
+    return I % 2 ? (vf)(pair & (int32_t)0xffff0000) : (vf)(pair << 16);
+}
+#endif
+
 // 2 to the power x, relative error about 1e-7; exactly 1 at 0, exactly 0 below -126 (and at -inf), saturates at 2^126.
 KVR_INLINE vf exp2(vf x) {
     vf floor = splat(-126.f);
@@ -124,19 +152,25 @@ KVR_INLINE vf exp2(vf x) {
     return (vf)(bits & ~tiny);
 }
 
+// The other half of a vector, lane by lane: folding by these reduces it in a fixed order.
+template <int W> KVR_INLINE vf fold(vf v) {
+    vi lanes;
+    for (int i = 0; i < VL; i++) lanes[i] = i ^ W;
+    return __builtin_shuffle(v, lanes);
+}
 KVR_INLINE float sum_lanes(vf v) {
-    float a[VL];
-    store(a, v);
-    for (int w = VL / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) a[i] += a[i + w];
-    return a[0];
+    if constexpr (VL > 8) v += fold<8>(v);
+    if constexpr (VL > 4) v += fold<4>(v);
+    v += fold<2>(v);
+    v += fold<1>(v);
+    return v[0];
 }
 KVR_INLINE float max_lanes(vf v) {
-    float a[VL];
-    store(a, v);
-    for (int w = VL / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) a[i] = a[i] > a[i + w] ? a[i] : a[i + w];
-    return a[0];
+    if constexpr (VL > 8) v = maximum(v, fold<8>(v));
+    if constexpr (VL > 4) v = maximum(v, fold<4>(v));
+    v = maximum(v, fold<2>(v));
+    v = maximum(v, fold<1>(v));
+    return v[0];
 }
 
 // out[i] = sum of the lanes of v[i], always in the same order.
