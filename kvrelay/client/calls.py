@@ -178,6 +178,7 @@ def _worker_status(worker: admin_pb2.WorkerStatus) -> WorkerStatus:
         "tokens_per_s": load.tokens_per_s,
         "draining": load.draining,
         "silent_s": worker.silent_s,
+        "counters": dict(load.counters),
     }
 
 

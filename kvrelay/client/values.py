@@ -87,7 +87,7 @@ class Blocks(TypedDict):
 
 
 class WorkerStatus(TypedDict):
-    """One worker as the coordinator sees it. silent_s: since it was last heard."""
+    """One worker as the coordinator sees it. silent_s: since it was last heard; counters: see docs/hand-off.md."""
 
     id: str
     role: str
@@ -104,6 +104,7 @@ class WorkerStatus(TypedDict):
     tokens_per_s: float
     draining: bool
     silent_s: float
+    counters: dict[str, int]
 
 
 class Topology(TypedDict):

@@ -83,6 +83,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         about = common_pb2.WorkerDescription(worker_id="d1", role=common_pb2.ROLE_DECODE, incarnation="i", pid=7)
         counts = common_pb2.BlockCounts(total=8, free=5, held=1, cached=1, reserved=1)
         load = common_pb2.Load(blocks=counts, running=2, waiting=1, transfers_in_flight=3, tokens_per_s=4.5)
+        load.counters["forced"] = 2
         worker = admin_pb2.WorkerStatus(description=about, load=load, silent_s=0.25)
         return admin_pb2.GetTopologyResponse(workers=[worker], coordinator_id="c", open_requests=2)
 
@@ -317,6 +318,7 @@ async def test_topology_is_a_dict_for_a_status_command(client):
     }
     assert {key: worker[key] for key in expected} == expected
     assert (worker["transfers_in_flight"], worker["tokens_per_s"], worker["silent_s"]) == (3, 4.5, 0.25)
+    assert worker["counters"] == {"forced": 2}
     assert (topology["coordinator_id"], topology["open_requests"]) == ("c", 2)
 
 
