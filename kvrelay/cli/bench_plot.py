@@ -48,7 +48,7 @@ def plot_interference(path: str, title: str, quiet: Gaps, busy: Gaps) -> None:
     for axis in (left.yaxis, right.xaxis):  # 20, 30, 50 rather than powers of ten
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    right.legend(frameon=False, loc="upper right")
+    right.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)
