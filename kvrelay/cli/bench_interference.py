@@ -149,9 +149,9 @@ async def _until(condition: Callable[[], bool], timeout_s: float, streams: Seque
     """Wait for the condition; Unavailable when a stream failed or time ran out."""
     until = time.monotonic() + timeout_s
     while True:
-        failed = [stream[-1].error for stream in streams if stream and stream[-1].error]
+        failed = [stream[-1] for stream in streams if stream and stream[-1].error]
         if failed:
-            raise Unavailable(f"a decoding stream ended with {failed[0]}")
+            raise Unavailable(f"a decoding stream ended with {failed[0].error}: {failed[0].message}")
         if condition():
             return
         if time.monotonic() > until:

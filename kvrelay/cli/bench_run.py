@@ -62,7 +62,7 @@ def client_runner(client: AsyncClient) -> Runner:
             async for _ in stream:
                 append(clock())
         except KVRelayError as error:
-            sample.error = error_code(error)
+            sample.error, sample.message = error_code(error), error.message
             return
         hand_off = stream.result.hand_off
         sample.exposed_s = hand_off.exposed_s if hand_off else None
@@ -82,9 +82,8 @@ async def _warm_up(options: BenchOptions, model: ModelInfo, run: Runner) -> None
     length = options.work.prompt_tokens
     prompts = random_prompts(options.warmup, length, model.vocab_size, options.work.seed - 1)
     samples, _ = await run_load(Workload(options.warmup, length, 8, options.warmup), prompts, run, lambda: None)
-    errors = [sample.error for sample in samples if sample.error]
-    if len(errors) == len(samples):
-        raise FailedPrecondition(f"no request succeeds: the first one ended with {errors[0]}")
+    if all(sample.error for sample in samples):
+        raise FailedPrecondition(f"no request succeeds: {samples[0].error}: {samples[0].message}")
 
 
 async def _load(work: Workload, model: ModelInfo, run: Runner) -> dict[str, Any]:
@@ -159,3 +158,5 @@ def _show(figures: dict[str, Any], json_file: str) -> None:
     from kvrelay.cli.bench_view import figures_table
 
     Console().print(figures_table(figures))
+    if figures.get("first_error"):
+        print(f"kvrelay: first error: {figures['first_error']}", file=sys.stderr)

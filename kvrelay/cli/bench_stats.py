@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,7 +14,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 class Sample:
     """One request as the client saw it; times in seconds of one monotonic clock.
 
-    due_s: when it should have been sent, which in an open loop may be before it was. tokens_at_s: one per token.
+    due_s: when it should have been sent, which in an open loop may be before it was. tokens_at_s: one per token. error: status code.
     """
 
     due_s: float
@@ -21,6 +22,7 @@ class Sample:
     tokens_at_s: list[float] = field(default_factory=list)
     exposed_s: float | None = None
     error: str = ""
+    message: str = ""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -54,14 +56,12 @@ def ttft_ms(samples: Sequence[Sample]) -> list[float]:
 def describe(samples: Sequence[Sample], wall_s: float) -> dict[str, object]:
     """The figures of a run that took `wall_s`. Requests that ended in an error count only as errors."""
     good = [s for s in samples if not s.error]
-    errors: dict[str, int] = {}
-    for sample in samples:
-        if sample.error:
-            errors[sample.error] = errors.get(sample.error, 0) + 1
+    bad = [s for s in samples if s.error]
     return {
         "requests": len(samples),
-        "errors": sum(errors.values()),
-        "error_counts": errors,
+        "errors": len(bad),
+        "error_counts": dict(Counter(s.error for s in bad)),
+        "first_error": bad[0].message if bad else None,
         "wall_s": round(wall_s, 3),
         "ttft_ms": summary(ttft_ms(good)),
         "tbt_ms": summary([gap for s in good for gap in gaps_ms(s.tokens_at_s)]),

@@ -36,13 +36,14 @@ def test_a_run_is_described_from_the_requests_that_ended_well():
     samples = [
         Sample(due_s=0.0, prompt_tokens=10, tokens_at_s=[0.5, 1.0, 1.5], exposed_s=0.05),
         Sample(due_s=1.0, prompt_tokens=20, tokens_at_s=[2.0, 2.25], exposed_s=0.2),
-        Sample(due_s=1.0, prompt_tokens=30, tokens_at_s=[9.0], error="UNAVAILABLE"),
+        Sample(due_s=1.0, prompt_tokens=30, tokens_at_s=[9.0], error="UNAVAILABLE", message="decode-0 was lost"),
         Sample(due_s=1.0, prompt_tokens=30, error="UNAVAILABLE"),
     ]
     assert describe(samples, wall_s=2.0) == {
         "requests": 4,
         "errors": 2,
         "error_counts": {"UNAVAILABLE": 2},
+        "first_error": "decode-0 was lost",
         "wall_s": 2.0,
         "ttft_ms": {"p50": 750.0, "p90": 950.0, "p99": 995.0, "max": 1000.0},
         "tbt_ms": {"p50": 500.0, "p90": 500.0, "p99": 500.0, "max": 500.0},
