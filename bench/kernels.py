@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,8 +18,7 @@ import torch
 
 from engine.attention.cpu import CpuAttention
 from engine.linear import make_linear
-from engine.native import Native, load
-from engine.native.ops import NativeOps
+from engine.native import Native, load, ops
 from engine.tensors import StepBatch
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -43,13 +44,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Floors:
-    """What `threads` threads reach: bytes read a second, floating-point operations a second."""
+    """What `threads` threads reach: bytes read a second in order, in scattered tiles of 4 KiB, and operations."""
 
     read: float
+    read_tiles: float
     flops: float
 
     def ms(self, num_bytes: float, flops: float) -> float:
         return 1e3 * max(num_bytes / self.read, flops / self.flops)
+
+    def tiles_ms(self, num_bytes: float, flops: float) -> float:
+        return 1e3 * max(num_bytes / self.read_tiles, flops / self.flops)
 
 
 def best_s(work: Callable[[], object], budget_s: float) -> float:
@@ -64,11 +69,25 @@ def best_s(work: Callable[[], object], budget_s: float) -> float:
 
 
 def floors(kernels: Native, threads: int, budget_s: float) -> Floors:
-    data = torch.ones(64 << 20)
+    data = huge_zeros(256 << 20).view(torch.float32)
+    tile_bytes = 2 * BLOCK_SIZE * HEAD_DIM * 2
+    order = torch.randperm(data.nbytes // tile_bytes).to(torch.int32)
+    tiles = best_s(
+        lambda: kernels.read_tiles(data.data_ptr(), tile_bytes, order.data_ptr(), len(order), threads), budget_s
+    )
     read = best_s(lambda: kernels.read(data.data_ptr(), data.nbytes, threads), budget_s)
     rounds = 2_000_000
     multiply = best_s(lambda: kernels.multiply(rounds, threads), budget_s)
-    return Floors(data.nbytes / read, rounds * 12 * LANES[kernels.instruction_set] * 2 * threads / multiply)
+    return Floors(
+        data.nbytes / read, data.nbytes / tiles, rounds * 12 * LANES[kernels.instruction_set] * 2 * threads / multiply
+    )
+
+
+def huge_zeros(num_bytes: int) -> torch.Tensor:
+    """uint8 memory that asks for huge pages, as a pool of blocks does."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8).zero_()
 
 
 def linear_rows(threads: int, at: Floors, counts: list[int], budget_s: float, kind: str) -> list[Row]:
@@ -97,7 +116,8 @@ def attention_row(kernels: Native, threads: int, at: Floors, spans: list[tuple[i
     """One layer; spans are (tokens before, rows) of each sequence. All layers in turn, so that KV comes from memory."""
     batch = paged_batch(spans)
     pool_blocks = int(batch.block_tables.max()) + 1
-    pool = torch.zeros(pool_blocks, KV_HEADS, LAYERS, 2, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16).normal_()
+    shape = (pool_blocks, KV_HEADS, LAYERS, 2, BLOCK_SIZE, HEAD_DIM)
+    pool = huge_zeros(2 * math.prod(shape)).view(torch.bfloat16).view(shape).normal_()
     attend = CpuAttention(kernels, HEADS, KV_HEADS, HEAD_DIM, threads=threads)
     qkv = torch.randn(batch.num_tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     out, rope = torch.empty(batch.num_tokens, HEADS * HEAD_DIM), torch.ones(8192, HEAD_DIM)
@@ -112,7 +132,7 @@ def attention_row(kernels: Native, threads: int, at: Floors, spans: list[tuple[i
     num_bytes, flops = tokens * KV_HEADS * HEAD_DIM * 4, pairs * HEADS * HEAD_DIM * 4
     what = " + ".join(f"{n} x ({rows} rows at {start})" for (start, rows), n in counted(spans).items())
     rate = f"{num_bytes / seconds / 1e9:.1f} GB/s {flops / seconds / 1e9:.0f} GFLOP/s"
-    return Row(f"attention, one layer: {what}", threads, seconds * 1e3, at.ms(num_bytes, flops), rate)
+    return Row(f"attention, one layer: {what}", threads, seconds * 1e3, at.tiles_ms(num_bytes, flops), rate)
 
 
 def counted(spans: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
@@ -143,13 +163,13 @@ def paged_batch(spans: list[tuple[int, int]]) -> StepBatch:
 
 def small_rows(threads: int, budget_s: float) -> list[Row]:
     """A call of each small operation on one row: mostly what Python costs."""
-    ops, x, residual, weight = NativeOps(threads), torch.randn(1, HIDDEN), torch.randn(1, HIDDEN), torch.ones(HIDDEN)
+    x, residual, weight = torch.randn(1, HIDDEN), torch.randn(1, HIDDEN), torch.ones(HIDDEN)
     gate_up = torch.randn(1, 2 * MLP)
     tiny = make_linear(torch.randn(32, 16), threads=1)
     tiny_x = torch.randn(1, 16)
     calls: dict[str, Callable[[], object]] = {
-        "add_rms_norm, 1 row": lambda: ops.add_rms_norm(x, residual, weight, 1e-5),
-        "silu_mul, 1 row": lambda: ops.silu_mul(gate_up),
+        "add_rms_norm, 1 row": lambda: ops.add_rms_norm(x, residual, weight, 1e-5, threads=threads),
+        "silu_mul, 1 row": lambda: ops.silu_mul(gate_up, threads=threads),
         "linear 16 -> 32, 1 row": lambda: tiny(tiny_x),
     }
     repeat = 1000
@@ -166,6 +186,7 @@ def measure(threads: int, budget_s: float, baseline: bool) -> list[Row]:
     torch.set_num_threads(threads)
     rows = [
         Row("read 256 MiB", threads, 268.4e6 / at.read * 1e3, 0, f"{at.read / 1e9:.1f} GB/s"),
+        Row("read scattered 4 KiB", threads, 268.4e6 / at.read_tiles * 1e3, 0, f"{at.read_tiles / 1e9:.1f} GB/s"),
         Row("multiply-add", threads, 0, 0, f"{at.flops / 1e9:.0f} GFLOP/s ({kernels.instruction_set})"),
         *linear_rows(threads, at, [1, 8, 32, 256], budget_s, "prepared"),
     ]

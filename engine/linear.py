@@ -96,6 +96,10 @@ class NativeLinear:
         )
         return y
 
+    def matrix(self) -> tuple[int, int | None, int, int, int]:
+        """Address of the panels, address of the bias or None, out, in, whether bfloat16: good while this lives."""
+        return self._packed_at, self._bias_at, self._out, self._in, self._is_bf16
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` (int64, in range) of the original weight, float32: a tied embedding without a second copy."""
         ids = ids.contiguous()

@@ -51,15 +51,16 @@ class CpuAttention:
     """Implements engine.attention.base.AttentionBackend. One owner thread: the C arguments are reused."""
 
     def __init__(self, kernels: Native, heads: int, kv_heads: int, head_dim: int, *, threads: int) -> None:
+        self.kernels = kernels
+        self.heads, self.kv_heads, self.head_dim, self.threads = heads, kv_heads, head_dim, threads
         self._attention = kernels.attention
         self._name = f"cpu ({kernels.instruction_set})"
-        self._width = (heads + 2 * kv_heads) * head_dim
         self._batch: StepBatch | None = None
         self._pool: torch.Tensor | None = None
         self._arguments = a = _Arguments()
         self._at = ctypes.addressof(a)
         a.heads, a.kv_heads, a.head_dim, a.threads = heads, kv_heads, head_dim, threads
-        a.out_stride, a.qkv_stride = heads * head_dim, self._width
+        a.out_stride, a.qkv_stride = heads * head_dim, (heads + 2 * kv_heads) * head_dim
 
     @property
     def name(self) -> str:
@@ -75,14 +76,27 @@ class CpuAttention:
         out: torch.Tensor,
     ) -> None:
         """See AttentionBackend.forward. All tensors contiguous."""
+        is_bf16 = _IS_BF16[qkv.dtype]
+        failed = self._attention(self.arguments(layer, qkv.data_ptr(), is_bf16, pool, batch, rope, out.data_ptr()))
+        if failed:
+            raise MemoryError("the attention kernel could not list its tasks")
+
+    def arguments(
+        self,
+        layer: int,
+        qkv_at: int,
+        is_bf16: int,
+        pool: torch.Tensor,
+        batch: StepBatch,
+        rope: torch.Tensor,
+        out_at: int,
+    ) -> int:
+        """Address of the filled C structure: good until the next call, while batch, pool and rope live."""
         if batch is not self._batch or pool is not self._pool:
             self._take_step(batch, pool)
         a = self._arguments
-        a.act_is_bf16 = _IS_BF16[qkv.dtype]
-        a.layer, a.qkv, a.rope, a.out = layer, qkv.data_ptr(), rope.data_ptr(), out.data_ptr()
-        failed = self._attention(self._at)
-        if failed:
-            raise MemoryError("the attention kernel could not list its tasks")
+        a.layer, a.act_is_bf16, a.qkv, a.rope, a.out = layer, is_bf16, qkv_at, rope.data_ptr(), out_at
+        return self._at
 
     def _take_step(self, batch: StepBatch, pool: torch.Tensor) -> None:
         """What is the same for every layer of a step. The batch is kept, so its addresses stay good."""

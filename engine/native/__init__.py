@@ -29,7 +29,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvr_silu_mul": (None, (_P, ctypes.c_int, _I, _I, _P, _I)),
     "kvr_embed": (None, (_P, ctypes.c_int, _I, _P, _I, _P)),
     "kvr_attention": (ctypes.c_int, (_P,)),
+    "kvr_layers": (ctypes.c_int, (_P,)),
     "kvr_read": (ctypes.c_float, (_P, _I, _I)),
+    "kvr_read_tiles": (ctypes.c_float, (_P, _I, _P, _I, _I)),
     "kvr_multiply": (ctypes.c_float, (_I, _I)),
 }
 
@@ -50,7 +52,9 @@ class Native:
     silu_mul: Callable[..., None]
     embed: Callable[..., None]
     attention: Callable[..., int]
+    layers: Callable[..., int]
     read: Callable[..., float]
+    read_tiles: Callable[..., float]
     multiply: Callable[..., float]
 
 

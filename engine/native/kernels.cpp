@@ -1,10 +1,7 @@
 // The C interface of the kernels for one instruction set; engine/native/__init__.py binds it. Knows threads, not models.
 //
 // threads = 1 never enters an OpenMP region. Threads split outputs (panels, rows, tasks), never a sum.
-#include "attention.h"
-#include "gemm.h"
-#include "rowwise.h"
-#include <omp.h>
+#include "layers.h"
 #include <stdlib.h>
 
 using namespace KVR_NAME(kvr);
@@ -20,7 +17,7 @@ template <class F> static void split(long count, long threads, const F& part) {
     }
 }
 
-template <class A, class P> static void attend(const KvrAttention& a, Task* tasks, long count) {
+template <class A, class P> static void attend(const KvrAttention& a, const Task* tasks, long count) {
     if (a.threads <= 1) {
         write_kv<A, P>(a, 0, a.tokens);
         for (long i = 0; i < count; i++) run_task<A, P>(a, tasks[i]);
@@ -34,6 +31,18 @@ template <class A, class P> static void attend(const KvrAttention& a, Task* task
 #pragma omp for schedule(dynamic, 1)
         for (long j = 0; j < count; j++) run_task<A, P>(a, tasks[j]);
     }
+}
+
+static bool takes(const KvrAttention& a) {
+    return a.head_dim % UNIT == 0 && a.head_dim <= MAX_DIM && a.heads % a.kv_heads == 0;
+}
+
+// The tasks of a step, to be freed; null if there is no memory for them.
+static Task* new_tasks(const KvrAttention& a, long* count) {
+    *count = list_tasks(a, 0);
+    Task* tasks = (Task*)malloc((*count + 1) * sizeof(Task));
+    if (tasks) list_tasks(a, tasks);
+    return tasks;
 }
 
 }  // namespace
@@ -61,17 +70,17 @@ void KVR_NAME(kvr_linear)(const float* x, int64_t ldx, int64_t rows, const void*
     });
 }
 
-void KVR_NAME(kvr_rms_norm)(const void* x, void* residual, const void* weight, int is_bf16, int64_t rows, int64_t n,
+void KVR_NAME(kvr_rms_norm)(const void* x, void* residual, const float* weight, int is_bf16, int64_t rows, int64_t n,
                         double eps, void* out, int64_t threads) {
     split(rows, threads, [=](long r0, long r1) {
         for (long r = r0; r < r1; r++) {
             long at = r * n;
             if (is_bf16)
-                rms_norm_row((const bf16*)x + at, residual ? (bf16*)residual + at : 0, (const bf16*)weight, n, (float)eps,
+                rms_norm_row((const bf16*)x + at, residual ? (bf16*)residual + at : 0, weight, n, (float)eps,
                              (bf16*)out + at);
             else
-                rms_norm_row((const float*)x + at, residual ? (float*)residual + at : 0, (const float*)weight, n,
-                             (float)eps, (float*)out + at);
+                rms_norm_row((const float*)x + at, residual ? (float*)residual + at : 0, weight, n, (float)eps,
+                             (float*)out + at);
         }
     });
 }
@@ -93,11 +102,10 @@ void KVR_NAME(kvr_embed)(const void* table, int is_bf16, int64_t n, const int64_
 // 0: done; 1: a shape these kernels do not take; 2: out of memory.
 int KVR_NAME(kvr_attention)(const KvrAttention* args) {
     const KvrAttention& a = *args;
-    if (a.head_dim % UNIT || a.head_dim > MAX_DIM || a.heads % a.kv_heads) return 1;
-    long count = list_tasks(a, 0);
-    Task* tasks = (Task*)malloc((count + 1) * sizeof(Task));
+    long count;
+    if (!takes(a)) return 1;
+    Task* tasks = new_tasks(a, &count);
     if (!tasks) return 2;
-    list_tasks(a, tasks);
     if (a.act_is_bf16) {
         if (a.pool_is_bf16) attend<bf16, bf16>(a, tasks, count);
         else attend<bf16, float>(a, tasks, count);
@@ -109,7 +117,24 @@ int KVR_NAME(kvr_attention)(const KvrAttention* args) {
     return 0;
 }
 
-// For bench/kernels.py: the floors. Reads `bytes` once; does `rounds` x 12 x VL fused multiply-adds.
+// The same answers.
+int KVR_NAME(kvr_layers)(const KvrLayers* args) {
+    const KvrLayers& a = *args;
+    long count, threads = a.attention->threads;
+    if (!takes(*a.attention) || a.attention->act_is_bf16) return 1;
+    Task* tasks = new_tasks(*a.attention, &count);
+    if (!tasks) return 2;
+    if (threads <= 1) {
+        run_layers({0, 1}, a, tasks, count);
+    } else {
+#pragma omp parallel num_threads((int)threads)
+        run_layers({omp_get_thread_num(), omp_get_num_threads()}, a, tasks, count);
+    }
+    free(tasks);
+    return 0;
+}
+
+// For bench/kernels.py, the floors: reads `bytes` once; below, does `rounds` x 12 x VL fused multiply-adds.
 float KVR_NAME(kvr_read)(const float* p, int64_t bytes, int64_t threads) {
     float total = 0;
     long step = 16 * VL;
@@ -122,6 +147,27 @@ float KVR_NAME(kvr_read)(const float* p, int64_t bytes, int64_t threads) {
         }
         for (int i = 1; i < 16; i++) s[0] += s[i];
         float part = sum_lanes(s[0]);
+#pragma omp atomic
+        total += part;
+    });
+    return total;
+}
+
+// Reads tiles of tile_bytes in the given order: what memory gives to attention over scattered blocks.
+float KVR_NAME(kvr_read_tiles)(const float* p, int64_t tile_bytes, const int32_t* order, int64_t count, int64_t threads) {
+    float total = 0;
+    split(count, threads, [&](long from, long to) {
+        vf s[4] = {};
+        for (long i = from; i < to; i++) {
+            const float* tile = p + order[i] * (tile_bytes / 4);
+            const char* next = (const char*)(p + order[i + 1 < to ? i + 1 : i] * (tile_bytes / 4));
+            for (long j = 0; j < tile_bytes / 4; j += 4 * VL) {
+                for (long b = 0; b < 16 * VL; b += 64) __builtin_prefetch(next + j * 4 + b);
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++) s[v] += load(tile + j + v * VL);
+            }
+        }
+        float part = sum_lanes((s[0] + s[1]) + (s[2] + s[3]));
 #pragma omp atomic
         total += part;
     });

@@ -6,8 +6,6 @@ The native path takes float32 and bfloat16 on the CPU, computes in float32 and r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,9 +16,9 @@ _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, threads: int = 1) -> Tensor:
-    """x [rows, n], weight [n] of x's dtype -> x / rms(x) * weight."""
-    kernels = _kernels(x, weight)
-    if kernels is None:
+    """x [rows, n], weight float32 [n] -> x / rms(x) * weight, in x's dtype."""
+    kernels = _kernels(x)
+    if kernels is None or weight.dtype is not torch.float32:
         return _into(out, rms_norm_torch(x, weight, eps))
     return _native_norm(kernels, x, None, weight, eps, out, threads)
 
@@ -29,15 +27,15 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, threads: int = 1
 ) -> Tensor:
     """residual += x in place, then the norm of residual. Shapes as rms_norm."""
-    kernels = _kernels(x, weight)
-    if kernels is None or residual.dtype is not x.dtype:
+    kernels = _kernels(x)
+    if kernels is None or weight.dtype is not torch.float32 or residual.dtype is not x.dtype:
         return _into(out, rms_norm_torch(residual.add_(x), weight, eps))
     return _native_norm(kernels, x, residual, weight, eps, out, threads)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None, *, threads: int = 1) -> Tensor:
     """gate_up [rows, 2 n], gate first -> silu(gate) * up [rows, n]."""
-    kernels = _kernels(gate_up, gate_up)
+    kernels = _kernels(gate_up)
     if kernels is None:
         return _into(out, silu_mul_torch(gate_up))
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
@@ -49,28 +47,12 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None, *, threads: int = 1) ->
 
 def embedding(ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """ids int64 [rows], table [vocab, n] -> its rows in `dtype`. Ids lie in the table: the caller has checked them."""
-    kernels = _kernels(table, table)
+    kernels = _kernels(table)
     if kernels is None or dtype is not torch.float32:
         return F.embedding(ids, table).to(dtype)
     out = torch.empty(ids.shape[0], table.shape[1])
     kernels.embed(table.data_ptr(), _IS_BF16[table.dtype], out.shape[1], ids.data_ptr(), ids.shape[0], out.data_ptr())
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class NativeOps:
-    """The operations between the matrices of engine.llama, with a thread count of their own."""
-
-    threads: int = 1
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps, threads=self.threads)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, residual, weight, eps, threads=self.threads)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up, threads=self.threads)
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,8 +77,8 @@ def _native_norm(
     return out
 
 
-def _kernels(x: Tensor, weight: Tensor) -> Native | None:
-    if x.is_cpu and x.is_contiguous() and x.dtype is weight.dtype and x.dtype in _IS_BF16:
+def _kernels(x: Tensor) -> Native | None:
+    if x.is_cpu and x.is_contiguous() and x.dtype in _IS_BF16:
         return native()
     return None
 

@@ -19,7 +19,7 @@ KVR_INLINE void store_any(bf16* p, vf v) {
 
 // If residual is given: residual += x first, and the norm is of the sum. out = norm * weight.
 template <class T>
-static void rms_norm_row(const T* x, T* residual, const T* weight, long n, float eps, T* out) {
+static void rms_norm_row(const T* x, T* residual, const float* weight, long n, float eps, T* out) {
     vf sums[4] = {};
     float tail = 0;
     const T* in = residual ? residual : x;
@@ -39,8 +39,8 @@ static void rms_norm_row(const T* x, T* residual, const T* weight, long n, float
     }
     float sum = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) + tail;
     float scale = 1.f / sqrtf(sum / (float)n + eps);
-    for (i = 0; i + VL <= n; i += VL) store_any(out + i, load_any(in + i) * splat(scale) * load_any(weight + i));
-    for (; i < n; i++) from_float(to_float(in[i]) * scale * to_float(weight[i]), out + i);
+    for (i = 0; i + VL <= n; i += VL) store_any(out + i, load_any(in + i) * splat(scale) * load(weight + i));
+    for (; i < n; i++) from_float(to_float(in[i]) * scale * weight[i], out + i);
 }
 
 KVR_INLINE vf silu(vf g) { return g / (splat(1.f) + exp2(g * splat(-1.44269504088896341f))); }

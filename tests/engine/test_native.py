@@ -47,7 +47,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [576, 33, 1])
 def test_rms_norm_agrees_with_torch(n, dtype):
-    x, weight = random(5, n, dtype=dtype), random(n, dtype=dtype, seed=2)
+    x, weight = random(5, n, dtype=dtype), random(n, seed=2)
     close(ops.rms_norm(x, weight, 1e-5), ops.rms_norm_torch(x, weight, 1e-5))
     out = torch.empty_like(x)
     assert ops.rms_norm(x, weight, 1e-5, out, threads=2) is out
@@ -57,7 +57,7 @@ def test_rms_norm_agrees_with_torch(n, dtype):
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_adds_in_place_and_agrees_with_torch(dtype):
-    x, residual, weight = random(5, 100, dtype=dtype), random(5, 100, dtype=dtype, seed=3), random(100, dtype=dtype)
+    x, residual, weight = random(5, 100, dtype=dtype), random(5, 100, dtype=dtype, seed=3), random(100)
     total = residual + x
     got = ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, total)
@@ -88,15 +88,6 @@ def test_rows_do_not_see_each_other():
     for i in range(9):
         assert torch.equal(ops.rms_norm(x[i : i + 1], weight, 1e-5), norm[i : i + 1])
         assert torch.equal(ops.silu_mul(gate_up[i : i + 1]), gated[i : i + 1])
-
-
-def test_the_ops_object_passes_its_threads_on():
-    x, residual, weight, gate_up = random(4, 64), random(4, 64, seed=2), random(64, seed=3), random(4, 64, seed=4)
-    one, two = ops.NativeOps(1), ops.NativeOps(2)
-    assert torch.equal(one.rms_norm(x, weight, 1e-5), two.rms_norm(x, weight, 1e-5))
-    sums = [o.add_rms_norm(x, residual.clone(), weight, 1e-5) for o in (one, two)]
-    assert torch.equal(sums[0], sums[1])
-    assert torch.equal(one.silu_mul(gate_up), two.silu_mul(gate_up))
 
 
 def test_without_a_compiler_there_is_a_reason_and_the_operations_still_work(
