@@ -14,7 +14,8 @@ PERCENTILES = (50.0, 90.0, 99.0)
 class Sample:
     """One request as the client saw it; times in seconds of one monotonic clock.
 
-    due_s: when it should have been sent, which in an open loop may be before it was. tokens_at_s: one per token. error: status code.
+    due_s: when it should have been sent, which in an open loop may be before it was. tokens_at_s: one per token.
+    error: the name of a status code, message: what the server said.
     """
 
     due_s: float
