@@ -36,6 +36,8 @@ from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, regis
 
 log = structlog.get_logger("coordinator")
 
+EXIT_CONFIG = 78
+"""The model cannot be served: starting again would not help."""
 GRACE_S = 10.0
 LAST_WORDS_S = 0.5
 """After the grace: how long the streams that were cut may take to send their status."""
@@ -46,17 +48,24 @@ INFERENCE = "kvrelay.v1.InferenceService"
 
 
 def run_coordinator(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 when it could not start or could not go on."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0, 1 when it could not start or go on, 78 for the model."""
     logging.setup(role="coordinator")
     try:
-        return asyncio.run(_main(config, on_ready))
+        model = load_model(config)
     except KVRelayError as error:
-        print(f"kvrelay coordinator: {error.message}", file=sys.stderr)
-        return 1
+        return _failed(error, EXIT_CONFIG)
+    try:
+        return asyncio.run(_main(config, model, on_ready))
+    except KVRelayError as error:
+        return _failed(error, 1)
 
 
-async def _main(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> int:
-    model = load_model(config)
+def _failed(error: KVRelayError, code: int) -> int:
+    print(f"kvrelay coordinator: {error.message}", file=sys.stderr)
+    return code
+
+
+async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callable[[str], None]) -> int:
     telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint)
     try:
         coordinator = Coordinator(config, model, telemetry.provider)

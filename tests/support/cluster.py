@@ -107,7 +107,7 @@ def running_cluster(log: Path, *flags: str) -> Iterator[Cluster]:
 def is_alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _state(pid) != "Z"
     except FileNotFoundError:
         return False
 
@@ -117,3 +117,18 @@ def until(condition: Callable[[], bool], within_s: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < ends_at, f"not within {within_s} s: {what}"
         time.sleep(0.02)  # a poll, bounded above
+
+
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """SIGSTOP for the time of the block; the process is seen to be stopped, not just told to."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: _state(pid) == "T", 2.0, f"process {pid} stands still")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
