@@ -29,8 +29,10 @@ from kvrelay.requests import Role
 
 SHARED_KEYS = ("model", "executor")
 FLAG_ONLY = ("role", "die_with_parent")
-OTHER_VARIABLES = ("KVRELAY_CONFIG", "KVRELAY_TARGET", "KVRELAY_CACHE", "KVRELAY_CPU_KERNEL")
-"""Read elsewhere: the file itself, the address for clients, the folder of models and kernels, the kernel to take."""
+OTHER_VARIABLES = tuple(
+    "KVRELAY_" + name for name in ("CONFIG", "TARGET", "CACHE", "LOG", "LOG_LEVEL", "LINEAR", "CPU_KERNEL")
+)
+"""Read elsewhere: the file itself, the address for clients, the folder of models and kernels, logs, kernels to take."""
 CHOICES = {"executor": EXECUTORS, "dtype": DTYPES, "transport": TRANSPORTS, "attention": ("auto", "reference", "cpu")}
 AT_LEAST = {
     "queue_limit": 0,
