@@ -71,6 +71,7 @@ class Scheduler:
         self._planned: list[SequenceState] = []  # of the plan being made or in flight, slice by slice
         self._slices: list[SequenceSlice] = []
         self._last_resort = False
+        self._max_prompt_tokens: int | None = None
         self._events: list[Preempted] = []  # of schedule, handed out by the next apply
         self._ended: list[SequenceState] = []  # released by the next schedule
 
@@ -133,8 +134,12 @@ class Scheduler:
             self._release(seq)
         return True
 
-    def schedule(self) -> Plan | None:
-        """The next step, or None when nothing can run now. Its apply must come before the next schedule."""
+    def schedule(self, max_prompt_tokens: int | None = None) -> Plan | None:
+        """The next step, or None when nothing can run now. Its apply must come before the next schedule.
+
+        max_prompt_tokens: a bound on the rows of prompts in this step, beside the budgets (None: no other).
+        """
+        self._max_prompt_tokens = max_prompt_tokens
         assert self._plan is None, f"step {self._num_steps} was not applied"
         while self._ended:
             self._release(self._ended.pop())
@@ -197,6 +202,8 @@ class Scheduler:
         left = self._plan_decodes(self._budgets.max_tokens)
         if self._slices and self._budgets.max_prefill_tokens is not None:
             left = min(left, self._budgets.max_prefill_tokens)
+        if self._max_prompt_tokens is not None:
+            left = min(left, self._max_prompt_tokens)
         left = self._plan_prompts(left)
         if self._last_resort and not self._queues.running and self._queues.waiting:
             self._make_room(self._queues.waiting[0])

@@ -50,6 +50,8 @@ class WorkerConfig:
     num_blocks: int = 0
     pool_mb: int = 512
     step_tokens: int = 512
+    step_target_s: float = 0.4
+    """prefill only: prompts are cut so that a step lasts about this long at most, whatever step_tokens allows."""
     max_sequences: int = 256
     attention: str = "auto"
     script: str = ""

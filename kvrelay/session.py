@@ -176,7 +176,7 @@ class Landed:
 class Pushed:
     """What a hand-off cost, by the prefill worker's clock.
 
-    seconds: from the first post to the last write done; exposed_s: from token 0 to landed, never negative.
+    seconds: the sum of its writes, each from post to done; exposed_s: from token 0 to landed, never negative.
     """
 
     request_id: RequestId

@@ -146,13 +146,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class PushStats:
-    """What a hand-off cost, on the clock given to the table. first_post_at is None if nothing was written."""
+    """What a hand-off cost. write_s: the sum of its writes' durations; landed_at: on the clock given to the table."""
 
     parts: int
     blocks: int
     bytes: int
-    first_post_at: float | None
-    last_done_at: float | None
+    write_s: float
     landed_at: float
 
 

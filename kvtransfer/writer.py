@@ -135,11 +135,11 @@ class WriterTable:
 
     def transport_event(self, event: WriteDone | WriteFailed, now: float) -> Actions:
         if isinstance(event, WriteDone):
-            return self.write_done(event.peer, event.epoch, event.part, now)
+            return self.write_done(event.peer, event.epoch, event.part, now, seconds=event.seconds)
         return self.write_failed(event.peer, event.epoch, event.part, event.error, now, posted=event.posted)
 
-    def write_done(self, peer: Incarnation, epoch: int, part: int, now: float) -> Actions:
-        return self._apply(peer, epoch, WroteDone(part), now)
+    def write_done(self, peer: Incarnation, epoch: int, part: int, now: float, *, seconds: float = 0.0) -> Actions:
+        return self._apply(peer, epoch, WroteDone(part, seconds), now)
 
     def write_failed(
         self, peer: Incarnation, epoch: int, part: int, error: str, now: float, *, posted: bool = True

@@ -83,8 +83,7 @@ def _post_queued(t: WritingTicket, now: float) -> Step:
     if not t.queued or now >= t.lease_until - LEASE_MARGIN_S:
         return t, ()
     posts = tuple(Post(_part(t, queued)) for queued in t.queued)
-    first = now if t.first_post_at is None else t.first_post_at
-    return replace(t, queued=(), posted=t.posted + t.queued, first_post_at=first), posts
+    return replace(t, queued=(), posted=t.posted + t.queued), posts
 
 
 def _part(t: WritingTicket, queued: QueuedPart) -> Part:
@@ -173,7 +172,7 @@ def _settle(t: WritingTicket, now: float) -> Step:
         return t, ((fenced,) if t.clean and t.open_sent else ())
     assert t.landed_at is not None
     num_bytes = t.blocks_done * t.rules.block_bytes
-    stats = PushStats(t.parts_done, t.blocks_done, num_bytes, t.first_post_at, t.last_done_at, t.landed_at)
+    stats = PushStats(t.parts_done, t.blocks_done, num_bytes, t.write_s, t.landed_at)
     return t, (Finished(t.key, t.peer, t.ticket.epoch, stats),)
 
 
@@ -216,7 +215,8 @@ def _write_done(t: WritingTicket, event: WroteDone, now: float) -> Step:
     if part is None:
         return t, (Count("unexpected_write_end"),)
     blocks = t.blocks_done + len(part.source_ids)
-    t, settled = _settle(replace(t, parts_done=t.parts_done + 1, blocks_done=blocks, last_done_at=now), now)
+    write_s = t.write_s + event.seconds
+    t, settled = _settle(replace(t, parts_done=t.parts_done + 1, blocks_done=blocks, write_s=write_s), now)
     return t, (Release(part.source_ids), *settled)
 
 

@@ -82,8 +82,7 @@ class WritingTicket:
     closing_at: float | None = None
     parts_done: int = 0
     blocks_done: int = 0
-    first_post_at: float | None = None
-    last_done_at: float | None = None
+    write_s: float = 0.0
 
     @property
     def peer(self) -> Incarnation:
@@ -156,7 +155,10 @@ class AbortWanted:
 
 @dataclass(frozen=True, slots=True)
 class WroteDone:
+    """seconds: from post to done, as the transport measured it."""
+
     part: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from kvrelay.blocks import KVLayout
 from kvrelay.requests import SequenceKey, SequenceSpec, StopRule
 from kvrelay.session import Destination, Work
 from kvtransfer.writer import WriterTable
+from worker.pace import Pace
 from worker.throughput import Throughput
 
 
@@ -43,6 +44,7 @@ class PrefillParts:
     pool: BlockPool
     scheduler: Scheduler
     table: WriterTable
+    pace: Pace
     throughput: Throughput = field(default_factory=Throughput)
 
 

@@ -148,12 +148,13 @@ class PrefillCore:
 
     def schedule(self, now: float) -> Plan | None:
         self._planned_at = now
-        return self._p.scheduler.schedule()
+        return self._p.scheduler.schedule(self._p.pace.budget)
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
         """Parts are made before the scheduler applies: a sequence that ends in this step releases its blocks there."""
         self._step_id = plan.step_id
         self._p.throughput.add(plan.num_tokens, now)
+        self._p.pace.note(plan.num_tokens, now - self._planned_at)
         for rows in plan.slices:
             attempt = self._attempts.get(rows.key)
             if attempt is not None:
@@ -241,8 +242,6 @@ class PrefillCore:
         if attempt is None:
             return
         stats, key = action.stats, action.key
-        first = stats.first_post_at if stats.first_post_at is not None else stats.landed_at
-        last = stats.last_done_at if stats.last_done_at is not None else stats.landed_at
         token_at = attempt.token_at if attempt.token_at is not None else stats.landed_at
         self._outbox.add(
             key.session,
@@ -253,7 +252,7 @@ class PrefillCore:
                 num_blocks=stats.blocks,
                 num_bytes=stats.bytes,
                 num_parts=stats.parts,
-                seconds=max(0.0, last - first),
+                seconds=stats.write_s,
                 exposed_s=max(0.0, stats.landed_at - token_at),
             ),
         )

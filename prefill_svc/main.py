@@ -21,6 +21,7 @@ from prefill_svc.core import PrefillCore
 from prefill_svc.service import PrefillService
 from worker.events import Core, OpenLink
 from worker.link_client import LinkClient
+from worker.pace import Pace
 from worker.roles import build_executor as build_from
 from worker.roles import identity_of
 from worker.session_hub import SessionHub
@@ -65,6 +66,7 @@ class PrefillMain:
                 table=WriterTable(
                     shell.incarnation, executor.layout.block_bytes, refuses_late=config.transport == "grpc"
                 ),
+                pace=Pace(config.step_target_s, config.step_tokens),
             )
         )
         return core, executor

@@ -38,6 +38,7 @@ HELP = {
     "num_blocks": "blocks of the KV pool; 0: as many as --pool-mb holds",
     "pool_mb": "size of the KV pool in MiB",
     "step_tokens": "most tokens of one forward pass; longer prompts are split",
+    "step_target_s": "prefill: cut prompts so that a step lasts about this long at most",
     "max_sequences": "most sequences of one batch",
     "attention": "attention backend",
     "script": "file of token ids that the scripted executor emits",

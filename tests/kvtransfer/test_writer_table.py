@@ -95,7 +95,7 @@ def value(state: WriterState) -> WritingTicket:
     part = (QueuedPart(0, (1, 2, 3), (101, 102, 103), True),)
     given = frozenset((1, 2, 3))
     if state is S.OPEN:
-        return replace(begun, state=state, posted=part, given=given, next_part=1, first_post_at=1.0)
+        return replace(begun, state=state, posted=part, given=given, next_part=1)
     told = state is S.CLOSING
     posted = part if told else ()
     return replace(begun, state=state, posted=posted, given=given, next_part=1, told=told, closing_at=1.0)
@@ -152,8 +152,8 @@ def test_a_hand_off_opens_posts_lands_and_reports_what_it_cost() -> None:
     assert isinstance(last, Post)
     assert decode(last.part.manifest).last_part
     assert t.transport_event(WriteDone(DECODE, 1, 0, 0.1), 1.3) == (Release((101, 102)),)
-    assert t.write_done(DECODE, 1, 1, 1.4) == (Release((103,)),)
-    stats = PushStats(2, 3, 3 * BLOCK_BYTES, 1.0, 1.4, 1.5)
+    assert t.write_done(DECODE, 1, 1, 1.4, seconds=0.25) == (Release((103,)),)
+    stats = PushStats(2, 3, 3 * BLOCK_BYTES, 0.35, 1.5)
     assert t.received(DECODE, LandedNotice(1), 1.5) == (Finished(key_of(), DECODE, 1, stats),)
     assert (t.in_flight, t.next_deadline()) == (0, None)
 

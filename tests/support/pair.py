@@ -38,6 +38,7 @@ from worker.events import (
     SessionOpened,
     TransportHappened,
 )
+from worker.pace import Pace
 
 P, D = Incarnation("p" * 16), Incarnation("d" * 16)
 SESSION = SessionId("s-1")
@@ -100,7 +101,14 @@ class Pair:
         self.receiver = ReceiverTable(D, layout.block_bytes, refuses_late=refuses_late, bytes_over_link=refuses_late)
         self.prefill = PrefillCore(
             PrefillParts(
-                layout, 100_000, VOCAB, transport, self.p_pool, Scheduler(self.p_pool, 16, budgets), self.writer
+                layout,
+                100_000,
+                VOCAB,
+                transport,
+                self.p_pool,
+                Scheduler(self.p_pool, 16, budgets),
+                self.writer,
+                Pace(0.4, step_tokens),
             )
         )
         self.decode = DecodeCore(
