@@ -17,10 +17,9 @@ from uuid import uuid4
 import grpc
 import structlog
 
-from coordinator import liveness
-from coordinator.liveness import Window
 from coordinator.outbox import CommandOutbox
 from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
+from kvrelay.liveness import Liveness
 from kvrelay.requests import Role, SessionId
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.convert import command_to_protos, report_from_proto
@@ -61,7 +60,7 @@ class WorkerSession:
         self._outbox = CommandOutbox()
         self._something = asyncio.Event()
         now = time.monotonic()
-        self._window = Window(now, now)
+        self._window = Liveness.start(COORDINATOR_GIVES_UP_S, now)
         self._welcomed = False
         self._seq = 0
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +119,7 @@ class WorkerSession:
     async def _read(self, call: Any) -> None:
         while (response := await call.read()) is not grpc.aio.EOF:
             report = report_from_proto(response.report)
-            self._window = liveness.heard(self._window, time.monotonic())
+            self._window = self._window.heard(time.monotonic())
             if not self._welcomed:
                 self._welcome(report)
             self._owner.session_report(self, report)
@@ -149,7 +148,7 @@ class WorkerSession:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
-            self._window, gone = liveness.check(self._window, now, HEARTBEAT_S, COORDINATOR_GIVES_UP_S)
+            self._window, gone = self._window.check(now, HEARTBEAT_S)
             if gone:
                 raise Unavailable(f"nothing heard for {COORDINATOR_GIVES_UP_S} s")
             if self._outbox.full:

@@ -18,6 +18,7 @@ from dataclasses import replace
 import structlog
 
 from kvrelay.errors import FailedPrecondition, InvalidArgument
+from kvrelay.liveness import Liveness
 from kvrelay.requests import SessionId
 from kvrelay.session import (
     HEARTBEAT_S,
@@ -31,7 +32,6 @@ from kvrelay.session import (
     WorkerDescription,
 )
 from worker.events import CommandReceived, Event, SessionClosed, SessionOpened
-from worker.liveness import Liveness
 from worker.mailbox import Mailbox
 
 log = structlog.get_logger("worker.session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator import liveness
-from coordinator.liveness import Window
 from coordinator.loads import WorkerLoad
 from coordinator.outbox import CommandOutbox
 from coordinator.stream import ITEM_BYTES, ErrorItem, StreamBuffer, TokenItem
@@ -37,23 +35,6 @@ def drained(*commands: Command) -> list[Command]:
     for command in commands:
         outbox.put(command)
     return [outbox.pop() for _ in range(len(outbox))]
-
-
-def test_a_worker_is_given_up_after_2_5_s_of_silence() -> None:
-    window = Window(10.0, 10.0)
-    for now in (10.5, 11.0, 11.5, 12.0):
-        window, gone = liveness.check(window, now, 0.5, 2.5)
-        assert not gone
-    assert liveness.check(window, 12.5, 0.5, 2.5)[1]
-    window = liveness.heard(window, 12.4)
-    assert not liveness.check(window, 12.5, 0.5, 2.5)[1]
-
-
-def test_silence_does_not_count_while_our_own_timer_was_late() -> None:
-    window, gone = liveness.check(Window(10.0, 10.5), 19.0, 0.5, 2.5)
-    assert (window, gone) == (Window(19.0, 19.0), False)
-    window, gone = liveness.check(Window(10.0, 12.0), 12.9, 0.5, 2.5)
-    assert (window, gone) == (Window(10.0, 12.9), True)
 
 
 def test_an_abort_takes_the_unsent_commands_of_its_attempt_with_it() -> None:

@@ -10,34 +10,12 @@ from kvrelay.blocks import BlockCounts
 from kvrelay.requests import RequestId, SequenceKey, SessionId, StopRule
 from kvrelay.session import Ended, Load, TokenOut, Work
 from worker.attempts import MAX_TOMBSTONES, Attempts, key_of
-from worker.liveness import Liveness
 from worker.outbox import Outbox
 from worker.refusals import refuse_work
 from worker.throughput import Throughput
 
 S = SessionId("s")
 LOAD = Load(BlockCounts(8, 8))
-
-
-def test_silence_counts_only_while_ones_own_timer_was_on_time() -> None:
-    alive = Liveness.start(2.5, 0.0)
-    for tick in range(1, 10):
-        alive, gone = alive.check(tick * 0.25, 0.25)
-        assert not gone
-    alive, gone = alive.check(2.5, 0.25)
-    assert gone
-    paused = Liveness.start(2.5, 0.0)
-    paused, gone = paused.check(60.0, 0.25)
-    assert not gone, "our own pause of a minute accuses nobody"
-    paused, gone = paused.check(60.25, 0.25)
-    assert not gone
-    assert Liveness(2.5, 60.0, 62.25).check(62.5, 0.25)[1]
-
-
-def test_hearing_restarts_the_window() -> None:
-    alive = Liveness.start(1.0, 0.0).heard(0.9)
-    assert not replace(alive, checked_at=1.0).check(1.25, 0.25)[1]
-    assert replace(alive, checked_at=1.7).check(1.95, 0.25)[1]
 
 
 @dataclass

@@ -23,6 +23,9 @@ class Liveness:
     def heard(self, now: float) -> Liveness:
         return replace(self, heard_at=now)
 
+    def silent_s(self, now: float) -> float:
+        return now - self.heard_at
+
     def check(self, now: float, interval_s: float) -> tuple[Liveness, bool]:
         """Run every `interval_s`. Returns the new state and whether the peer is gone."""
         late = now - self.checked_at - interval_s > MAX_LAG_S
