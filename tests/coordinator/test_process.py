@@ -47,17 +47,17 @@ async def test_a_terminated_coordinator_exits_0_and_says_only_its_address() -> N
     assert (process.returncode, out) == (0, b"")
 
 
-async def test_a_port_in_use_and_a_missing_model_are_named_and_exit_1() -> None:
+async def test_a_port_in_use_exits_1_and_a_missing_model_78_each_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for process, words in (
-            (await start(address), f"cannot listen on {address}: "),
-            (await start("127.0.0.1:0", "torch"), "/no/such/model"),
+        for process, words, code in (
+            (await start(address), f"cannot listen on {address}: ", 1),
+            (await start("127.0.0.1:0", "torch"), "/no/such/model", 78),
         ):
             out, err = await asyncio.wait_for(process.communicate(), 20)
-            assert (process.returncode, out) == (1, b"")
+            assert (process.returncode, out) == (code, b"")
             assert words in err.decode()
 
 
