@@ -1,0 +1,240 @@
+"""Processes that die or stand still, at any moment: who used them hears it soon, all else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cluster import Cluster, is_alive, running_cluster, standing_still, start_cluster, until
+from support.golden import Case
+from support.processes import RoleProcess, role_process
+from support.streams import answer_of, assert_exact, case_of, neighbour, stream_of
+
+from kvrelay.client import AsyncClient, AsyncStream, Client
+from kvrelay.errors import KVRelayError, Unavailable
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = ("--executor", "hash", "--num-blocks", "96", "--step-tokens", "32", "--step-seconds", "0.02")
+HEARD_WITHIN_S = 5.0
+LONG = case_of(1000, 400, seed=1)
+"""32 chunks: at least 0.6 s of prefill."""
+STREAMS = [case_of(40, 400, seed=s) for s in range(2, 6)]
+
+
+@pytest.fixture(scope="module", params=["nixl", "grpc"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    log = tmp_path_factory.mktemp("lost") / "log"
+    with running_cluster(log, *FLAGS, "--transport", request.param) as cluster:
+        yield cluster
+
+
+async def failure_of(stream: AsyncStream, case: Case) -> Unavailable:
+    """How a stream fails that is to lose its worker: UNAVAILABLE, after tokens that are right as far as they go."""
+    with pytest.raises(Unavailable) as raised:
+        await stream.collect()
+    tokens = tuple(t.token_id for t in stream.tokens)
+    assert tokens == answer_of(case)[: len(tokens)]
+    return raised.value
+
+
+async def until_all(streams: list[AsyncStream], num_tokens: int, within_s: float = 20.0) -> None:
+    ends_at = time.monotonic() + within_s
+    while any(len(s.tokens) < num_tokens for s in streams):
+        assert time.monotonic() < ends_at, f"tokens: {[len(s.tokens) for s in streams]}"
+        await asyncio.sleep(0.01)  # a poll, bounded above
+
+
+def kill(cluster: Cluster, worker_id: str) -> str:
+    """SIGKILL; returns the incarnation that ended."""
+    worker = cluster.worker(worker_id)
+    os.kill(worker["pid"], signal.SIGKILL)
+    until(lambda: not is_alive(worker["pid"]), 2.0, f"{worker_id} is dead")
+    return str(worker["incarnation"])
+
+
+def until_born_again(cluster: Cluster, worker_id: str, old: str) -> None:
+    def is_new(workers: list[dict[str, object]]) -> bool:
+        return any(w["id"] == worker_id and w["incarnation"] != old for w in workers) and len(workers) == 2
+
+    cluster.until(f"{worker_id} is back as somebody new", is_new, within_s=40.0)
+
+
+async def assert_works(cluster: Cluster) -> None:
+    await assert_exact(cluster.target, case_of(100, 8), case_of(17, 8), case_of(1, 8))
+    cluster.until_nothing_is_held()
+
+
+async def test_decode_killed_while_it_streams(cluster: Cluster) -> None:
+    async with AsyncClient(cluster.target) as client:
+        streams = [stream_of(client, case) for case in STREAMS]
+        failing = [asyncio.create_task(failure_of(s, c)) for s, c in zip(streams, STREAMS, strict=True)]
+        await until_all(streams, 5)
+        old = await asyncio.to_thread(kill, cluster, "decode-0")
+        async with asyncio.timeout(HEARD_WITHIN_S):
+            errors = await asyncio.gather(*failing)
+    assert all("decode-0" in e.message for e in errors)
+    until_born_again(cluster, "decode-0", old)
+    await assert_works(cluster)
+
+
+async def test_decode_killed_while_blocks_are_on_their_way(cluster: Cluster) -> None:
+    async with AsyncClient(cluster.target) as client:
+        stream = stream_of(client, LONG)
+        failing = asyncio.create_task(failure_of(stream, LONG))
+        await asyncio.to_thread(
+            cluster.until, "a hand-off is open", lambda ws: any(w["transfers_in_flight"] for w in ws)
+        )
+        pid = cluster.pids()["prefill-0"]
+        old = await asyncio.to_thread(kill, cluster, "decode-0")
+        async with asyncio.timeout(HEARD_WITHIN_S):
+            assert "decode-0" in (await failing).message
+        assert not stream.tokens
+    until_born_again(cluster, "decode-0", old)
+    assert cluster.pids()["prefill-0"] == pid
+    await assert_works(cluster)
+
+
+async def test_prefill_killed_in_the_middle_of_a_prompt(cluster: Cluster) -> None:
+    """Decode gives back what it promised; a stream that prefill has nothing to do with goes on."""
+    pid = cluster.pids()["decode-0"]
+    async with neighbour(cluster.target, case_of(40, 100, seed=9), times=1), AsyncClient(cluster.target) as client:
+        stream = stream_of(client, LONG)
+        failing = asyncio.create_task(failure_of(stream, LONG))
+        await asyncio.to_thread(cluster.until, "it is computed", lambda ws: any(w["queued_tokens"] > 100 for w in ws))
+        old = await asyncio.to_thread(kill, cluster, "prefill-0")
+        async with asyncio.timeout(HEARD_WITHIN_S):
+            assert "prefill-0" in (await failing).message
+        assert not stream.tokens
+    until_born_again(cluster, "prefill-0", old)
+    assert cluster.pids()["decode-0"] == pid
+    await assert_works(cluster)
+
+
+async def test_a_worker_that_stands_still_for_a_second_ends_nothing(cluster: Cluster) -> None:
+    before = cluster.pids()
+    async with AsyncClient(cluster.target) as client:
+        for worker_id, pid in before.items():
+            cases = [case_of(200, 20, seed=20), case_of(30, 60, seed=21)]
+            streams = [stream_of(client, case) for case in cases]
+            collecting = [asyncio.create_task(s.collect()) for s in streams]
+            await until_all(streams[1:], 1)
+            with standing_still(pid):
+                await asyncio.sleep(1.0)  # the time is what is tested
+            results = await asyncio.gather(*collecting)
+            assert [r.token_ids for r in results] == [answer_of(case) for case in cases], worker_id
+    assert cluster.pids() == before
+    cluster.until_nothing_is_held()
+
+
+async def test_a_killed_coordinator_ends_its_streams_and_comes_back_and_sigterm_ends_all(tmp_path: Path) -> None:
+    cluster = start_cluster(tmp_path / "log", *FLAGS, "--transport", "grpc")
+    try:
+        workers = cluster.pids()
+        (coordinator,) = set(children_of(cluster.process.pid)) - set(workers.values())
+        async with AsyncClient(cluster.target) as client:
+            streams = [stream_of(client, case) for case in STREAMS]
+            failing = [asyncio.create_task(failure_of(s, c)) for s, c in zip(streams, STREAMS, strict=True)]
+            await until_all(streams, 5)
+            os.kill(coordinator, signal.SIGKILL)
+            async with asyncio.timeout(HEARD_WITHIN_S):
+                await asyncio.gather(*failing)
+        await asyncio.to_thread(until, lambda: serves(cluster.target, 2), 30.0, "a new coordinator serves")
+        assert cluster.pids() == workers
+        await assert_works(cluster)
+        everybody = children_of(cluster.process.pid)
+        assert len(everybody) == 3
+        assert await asyncio.to_thread(cluster.stop) == 0
+        assert not [pid for pid in everybody if is_alive(pid)]
+    finally:
+        cluster.stop()
+
+
+async def test_nothing_outlives_a_killed_up(tmp_path: Path) -> None:
+    cluster = start_cluster(tmp_path / "log", *FLAGS, "--transport", "grpc")
+    try:
+        everybody = children_of(cluster.process.pid)
+        assert len(everybody) == 3
+        async with AsyncClient(cluster.target) as client:
+            stream = stream_of(client, STREAMS[0])
+            failing = asyncio.create_task(failure_of(stream, STREAMS[0]))
+            await until_all([stream], 5)
+            cluster.process.kill()
+            cluster.process.wait(5)
+            async with asyncio.timeout(HEARD_WITHIN_S):
+                await failing
+        until(lambda: not any(is_alive(pid) for pid in everybody), 5.0, "all processes are gone")
+    finally:
+        cluster.stop()
+
+
+async def test_prefill_restarted_five_times_at_random_moments_leaves_decode_alone(tmp_path: Path) -> None:
+    """Started by hand, so that each new incarnation comes at once, under the same name."""
+    rng = random.Random(5)
+    common = ("--executor", "hash", "--transport", "nixl", "--num-blocks", "96", "--step-tokens", "32")
+    common = (*common, "--step-seconds", "0.01")
+    with role_process(tmp_path, "coordinator", "--executor", "hash", "--listen", "127.0.0.1:0") as coordinator:
+        target = coordinator.address
+        with role_process(tmp_path, "decode", "--coordinator", target, "--worker-id", "d", *common) as decode:
+            prefill = RoleProcess(tmp_path, "prefill", "--coordinator", target, "--worker-id", "p", *common)
+            try:
+                for _ in range(5):
+                    await asyncio.to_thread(until, lambda: serves(target, 2), 20.0, "both are up")
+                    outcomes = await asyncio.gather(
+                        *(ask_while_killed(target, s) for s in range(8)), kill_soon(prefill, rng)
+                    )
+                    assert set(outcomes) <= {"exact", "unavailable", None}
+                    assert "unavailable" in outcomes
+                    prefill.start()
+                await asyncio.to_thread(until, lambda: serves(target, 2), 20.0, "both are up")
+                await assert_exact(target, *(case_of(length, 8) for length in (1, 16, 17, 100)))
+                with Client(target) as client:
+                    assert [w["pid"] for w in client.topology()["workers"] if w["id"] == "d"] == [decode.pid]
+                await asyncio.to_thread(until, lambda: holds_nothing(target), 8.0, "all blocks are back")
+            finally:
+                prefill.kill()
+
+
+async def ask_while_killed(target: str, seed: int) -> str:
+    """A stream of its own client; right as far as it goes."""
+    case = case_of(150, 60, seed)
+    async with AsyncClient(target) as client:
+        stream = stream_of(client, case)
+        try:
+            assert (await stream.collect()).token_ids == answer_of(case)
+        except Unavailable:
+            tokens = tuple(t.token_id for t in stream.tokens)
+            assert tokens == answer_of(case)[: len(tokens)]
+            return "unavailable"
+    return "exact"
+
+
+async def kill_soon(process: RoleProcess, rng: random.Random) -> None:
+    await asyncio.sleep(rng.uniform(0.0, 0.3))
+    process.kill()
+
+
+def serves(target: str, num_workers: int) -> bool:
+    try:
+        with Client(target, timeout=2.0) as client:
+            return len(client.topology()["workers"]) == num_workers
+    except KVRelayError:
+        return False
+
+
+def holds_nothing(target: str) -> bool:
+    with Client(target) as client:
+        workers = client.topology()["workers"]
+    return all(w["blocks"]["free"] == w["blocks"]["total"] and not w["transfers_in_flight"] for w in workers)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the living children."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [child for child in map(int, text.split()) if is_alive(child)]
