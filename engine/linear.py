@@ -1,6 +1,7 @@
 """Linear layers with the weight prepared once for the processor it runs on. Knows no model.
 
-1. `mkldnn`: bfloat16 on a processor that multiplies it natively; oneDNN's blocked layout, bfloat16 activations.
+1. `mkldnn`: bfloat16 on a processor that multiplies it natively; oneDNN's blocked layout, bfloat16 activations. Which
+   kernel oneDNN takes may depend on the number of rows, so bits of a row may depend on its batch.
 2. `native`: our panels (engine/native), bfloat16 kept in memory and widened in registers, float32 activations. A row's
    result has the same bits whatever else is in the batch.
 3. `torch`: plain F.linear, where neither runs.

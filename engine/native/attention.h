@@ -110,7 +110,8 @@ KVR_INLINE void score_part(const float* q, long dim, const P* const* k, long d, 
 
 // p[q][t] = q . k[t] for QUERIES queries and `count` tokens, rounded up to TOKEN_TILE by repeating the last token.
 template <class P, int QUERIES>
-KVR_APART static void scores(const float* q, long dim, const void* const* keys, const void* const* ahead, long count, float* p) {
+KVR_APART static void scores(const float* q, long dim, const void* const* keys, const void* const* ahead, long count,
+                             float* p) {
     for (long t = 0; t < count; t += TOKEN_TILE) {
         const P* k[TOKEN_TILE];
         vf acc[QUERIES][TOKEN_TILE] = {};
@@ -132,7 +133,7 @@ KVR_INLINE void score_part6(const float* q, long dim, const P* k0, const P* k1, 
 #pragma GCC unroll 6
     for (int j = 0; j < 6; j++) {
         vf part = load(q + j * dim + d + I * VL);
-        asm("" : "+x"(part));  // one load for both products
+        KVR_HOLD(part);  // one load for both products
         acc[j][0] = fma(part, key[0], acc[j][0]);
         acc[j][1] = fma(part, key[1], acc[j][1]);
     }
@@ -160,8 +161,8 @@ KVR_APART static void scores6(const float* q, long dim, const void* const* keys,
 
 // acc[q][unit] = acc * shrink[q] + sum over tokens of p[q][t] v[t][unit], for QUERIES queries and UNITS units.
 template <class P, int QUERIES, int UNITS>
-KVR_APART static void values(const float* p, const float* shrink, const void* const* rows, const void* const* ahead, long d,
-                   long count, float* acc, long dim) {
+KVR_APART static void values(const float* p, const float* shrink, const void* const* rows, const void* const* ahead,
+                             long d, long count, float* acc, long dim) {
     constexpr int V = UNITS * NV;
     vf sum[QUERIES][V];
 #pragma GCC unroll 6
@@ -272,9 +273,9 @@ template <class A, class P> static void run_task(const KvrAttention& a, const Ta
     for (long j = 0; j < MAX_QUERIES; j++) w.top[j] = w.best[j] = NONE, w.total[j] = vf{};
     long visible = a.context_lens[t.seq] - (a.cu_seqlens_q[t.seq + 1] - first) + t.row + t.rows;
     find_slots<P>(a, t, 0, visible < WINDOW ? visible : WINDOW, w.slots[0]);
+    if (visible > WINDOW) w.slots[1] = w.slots[0];  // what is prefetched past the end of a short last window
     for (long start = 0, i = 0; start < visible; start += WINDOW, i ^= 1) {
         long left = visible - start, after = left - WINDOW;
-        // A short last window leaves older addresses behind its end: harmless to prefetch.
         if (after > 0) find_slots<P>(a, t, start + WINDOW, after < WINDOW ? after : WINDOW, w.slots[i ^ 1]);
         one_window<P>(a, t, w, start, left < WINDOW ? left : WINDOW, w.slots[i], after > 0 ? &w.slots[i ^ 1] : 0);
     }

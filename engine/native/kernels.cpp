@@ -1,4 +1,4 @@
-// The C interface of the kernels for one instruction set; engine/native/__init__.py binds it. Knows threads, not models.
+// The C interface of the kernels for one instruction set, bound by engine/native/__init__.py. Knows threads, no models.
 //
 // threads = 1 never enters an OpenMP region. Threads split outputs (panels, rows, tasks), never a sum.
 #include "layers.h"
@@ -56,13 +56,14 @@ void KVR_NAME(kvr_pack)(const void* w, int is_bf16, int64_t n, int64_t k, void* 
     });
 }
 
-void KVR_NAME(kvr_unpack_rows)(const void* packed, int is_bf16, int64_t k, const int64_t* ids, int64_t count, float* out) {
+void KVR_NAME(kvr_unpack_rows)(const void* packed, int is_bf16, int64_t k, const int64_t* ids, int64_t count,
+                               float* out) {
     if (is_bf16) unpack_rows((const bf16*)packed, k, ids, count, out);
     else unpack_rows((const float*)packed, k, ids, count, out);
 }
 
-void KVR_NAME(kvr_linear)(const float* x, int64_t ldx, int64_t rows, const void* packed, int is_bf16, int64_t n, int64_t k,
-                      const float* bias, float* y, int64_t ldy, int64_t threads) {
+void KVR_NAME(kvr_linear)(const float* x, int64_t ldx, int64_t rows, const void* packed, int is_bf16, int64_t n,
+                          int64_t k, const float* bias, float* y, int64_t ldy, int64_t threads) {
     Linear a = {x, ldx, rows, packed, n, k, bias, y, ldy};
     split((n + PANEL - 1) / PANEL, threads, [&](long p0, long p1) {
         if (is_bf16) panels<bf16>(a, p0, p1);
@@ -71,7 +72,7 @@ void KVR_NAME(kvr_linear)(const float* x, int64_t ldx, int64_t rows, const void*
 }
 
 void KVR_NAME(kvr_rms_norm)(const void* x, void* residual, const float* weight, int is_bf16, int64_t rows, int64_t n,
-                        double eps, void* out, int64_t threads) {
+                            double eps, void* out, int64_t threads) {
     split(rows, threads, [=](long r0, long r1) {
         for (long r = r0; r < r1; r++) {
             long at = r * n;
@@ -154,7 +155,8 @@ float KVR_NAME(kvr_read)(const float* p, int64_t bytes, int64_t threads) {
 }
 
 // Reads tiles of tile_bytes in the given order: what memory gives to attention over scattered blocks.
-float KVR_NAME(kvr_read_tiles)(const float* p, int64_t tile_bytes, const int32_t* order, int64_t count, int64_t threads) {
+float KVR_NAME(kvr_read_tiles)(const float* p, int64_t tile_bytes, const int32_t* order, int64_t count,
+                               int64_t threads) {
     float total = 0;
     split(count, threads, [&](long from, long to) {
         vf s[4] = {};
@@ -183,7 +185,7 @@ float KVR_NAME(kvr_multiply)(int64_t rounds, int64_t threads) {
 #pragma GCC unroll 12
                 for (int j = 0; j < 12; j++) {
                     s[j] = fma(s[j], a, b);
-                    asm volatile("" : "+x"(s[j]));
+                    KVR_HOLD(s[j]);
                 }
             for (int j = 1; j < 12; j++) s[0] += s[j];
             float part = sum_lanes(s[0]);

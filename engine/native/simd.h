@@ -29,6 +29,13 @@ constexpr int VL = 8;
 constexpr int VL = 4;
 #endif
 
+// Makes the compiler hold a vector in a register here instead of reading it again from memory later.
+#if defined(__x86_64__)
+#define KVR_HOLD(v) asm volatile("" : "+x"(v))
+#else
+#define KVR_HOLD(v)
+#endif
+
 namespace KVR_NAME(kvr) {
 
 constexpr int UNIT = 16;
