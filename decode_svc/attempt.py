@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
@@ -11,7 +11,6 @@ from kvrelay.requests import Incarnation, SequenceKey, SequenceSpec
 from kvrelay.session import Work
 from kvtransfer.receiver import ReceiverTable
 from kvtransfer.store import BlockStore
-from worker.throughput import Throughput
 
 
 @dataclass(slots=True)
@@ -44,7 +43,6 @@ class DecodeParts:
     scheduler: Scheduler
     table: ReceiverTable
     store: BlockStore
-    throughput: Throughput = field(default_factory=Throughput)
 
 
 def spec_of(key: SequenceKey, work: Work, first_tokens: tuple[int, ...]) -> SequenceSpec:

@@ -11,7 +11,7 @@ Abort, deadline, a lost writer or the session's end stop it anywhere; the receiv
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 from decode_svc.attempt import DecodeAttempt, DecodeParts, spec_of
 from decode_svc.grants import PoolRoom, next_grant
@@ -20,21 +20,17 @@ from engine.plan import Plan, Result
 from kvrelay.blocks import BlockTable, Ticket, blocks_for
 from kvrelay.requests import SequenceKey
 from kvrelay.session import (
-    Abort,
-    Command,
-    Drain,
-    Ended,
     Landed,
     Load,
     Refused,
     Reserve,
     Reserved,
     Start,
-    TokenOut,
 )
 from kvtransfer import actions as handoff
 from kvtransfer.transports.base import NotificationArrived
-from worker.attempts import Attempts, key_of
+from worker.attempts import key_of
+from worker.desk import Desk
 from worker.events import (
     Action,
     CommandReceived,
@@ -42,13 +38,9 @@ from worker.events import (
     FromPrefill,
     LinkClosed,
     LinkOpened,
-    SendReport,
-    SessionClosed,
-    SessionOpened,
     TransportHappened,
 )
-from worker.outbox import Outbox
-from worker.refusals import refuse_work
+from worker.refusals import refuse_work, refused
 
 MAX_WAITING_RESERVES = 1024
 
@@ -56,82 +48,58 @@ MAX_WAITING_RESERVES = 1024
 class DecodeCore:
     def __init__(self, parts: DecodeParts) -> None:
         self._p = parts
-        self._outbox = Outbox()
-        self._attempts: Attempts[DecodeAttempt] = Attempts()
+        self._desk: Desk[DecodeAttempt] = Desk(self._drop)
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
-        self._actions: list[Action] = []
-        self._counters: Counter[str] = Counter()
         self._epoch = 0
-        self._step_id = 0
-        self._draining = False
 
     # events
 
     def handle(self, event: Event, now: float) -> None:
+        table = self._p.table
         if isinstance(event, FromPrefill):
-            self._carry_out(self._p.table.received(event.writer, event.message, now), now)
+            self._carry_out(table.received(event.writer, event.message, now), now)
         elif isinstance(event, TransportHappened):
             if isinstance(event.event, NotificationArrived):
-                self._carry_out(self._p.table.notification(event.event.peer, event.event.payload, now), now)
-        elif isinstance(event, CommandReceived):
-            self._command(event, now)
+                self._carry_out(table.notification(event.event.peer, event.event.payload, now), now)
         elif isinstance(event, LinkOpened):
-            self._carry_out(self._p.table.link_opened(event.peer, now), now)
+            self._carry_out(table.link_opened(event.peer, now), now)
         elif isinstance(event, LinkClosed):
-            self._carry_out(self._p.table.link_closed(event.peer, event.by_kernel, now), now)
-        elif isinstance(event, SessionOpened):
-            self._outbox.open(event.session)
-        elif isinstance(event, SessionClosed):
-            for attempt in self._attempts.of_session(event.session):
-                self._drop(attempt, now)
-            self._outbox.close(event.session)
-
-    def _command(self, event: CommandReceived, now: float) -> None:
-        command: Command = event.command
-        if isinstance(command, Reserve):
-            self._reserve(event, command, now)
-        elif isinstance(command, Start):
-            attempt = self._attempts.get(key_of(event.session, command.request_id, command.attempt))
-            if attempt is not None and not attempt.running:
-                attempt.first_tokens = command.first_tokens
-                self._run_if_ready(attempt)
-        elif isinstance(command, Abort):
-            key = key_of(event.session, command.request_id, command.attempt)
-            attempt = self._attempts.get(key)
-            if attempt is None:
-                self._attempts.bury(key)
-            else:
-                self._drop(attempt, now)
-        elif isinstance(command, Drain):
-            self._draining = True
+            self._carry_out(table.link_closed(event.peer, event.by_kernel, now), now)
+        elif isinstance(event, CommandReceived) and isinstance(event.command, Reserve):
+            self._reserve(event, event.command, now)
+        elif isinstance(event, CommandReceived) and isinstance(event.command, Start):
+            self._start(event, event.command)
+        else:
+            self._desk.handle(event, now)
 
     # 1. reserve
 
     def _reserve(self, event: CommandReceived, command: Reserve, now: float) -> None:
         work = command.work
         key = key_of(event.session, work.request_id, work.attempt)
-        if self._attempts.is_buried(key) or self._attempts.get(key) is not None:
+        if not self._desk.is_news(key):
             return
-        refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._draining)
-        if refusal is None and command.local_prefill:
-            refusal = Refused(work.request_id, work.attempt, "Unimplemented", "not built yet", field="local_prefill")
-        if refusal is None and len(self._waiting) >= MAX_WAITING_RESERVES:
-            refusal = Refused(
-                work.request_id, work.attempt, "ResourceExhausted", "too many reserves wait", retry_after_s=1.0
-            )
-        need = blocks_for(len(work.token_ids) + 1, self._p.layout.block_size)
-        if refusal is None and not self._p.scheduler.fits_alone(spec_of(key, work, ())):
-            total = self._p.pool.num_blocks
-            refusal = Refused(
-                work.request_id, work.attempt, "InvalidArgument", f"does not fit {total} blocks", field="max_tokens"
-            )
+        refusal = self._refusal(key, command)
         if refusal is not None:
-            self._outbox.add(event.session, refusal)
+            self._desk.tell(key, refusal)
             return
-        attempt = DecodeAttempt(key, work, need)
-        self._attempts.add(attempt, now)
+        attempt = DecodeAttempt(key, work, blocks_for(len(work.token_ids) + 1, self._p.layout.block_size))
+        self._desk.attempts.add(attempt, now)
         self._waiting.append(attempt)
+
+    def _refusal(self, key: SequenceKey, command: Reserve) -> Refused | None:
+        work = command.work
+        refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._desk.draining)
+        if refusal is not None:
+            return refusal
+        if command.local_prefill:
+            return refused(work, "Unimplemented", "not built yet", "local_prefill")
+        if len(self._waiting) >= MAX_WAITING_RESERVES:
+            return refused(work, "ResourceExhausted", "too many reserves wait", retry_after_s=1.0)
+        if not self._p.scheduler.fits_alone(spec_of(key, work, ())):
+            return refused(work, "InvalidArgument", f"does not fit {self._p.pool.num_blocks} blocks", "max_tokens")
+        return None
 
     def _grant(self, now: float) -> None:
         """Give blocks to waiting reserves while there is room."""
@@ -159,7 +127,7 @@ class DecodeCore:
         table = BlockTable(self._p.layout.layer_group, self._p.layout.block_size, block_ids, attempt.num_tokens + 1)
         attempt.ticket = Ticket(self._p.incarnation, self._epoch, table)
         self._carry_out(self._p.table.reserve(attempt.ticket, attempt.num_tokens, attempt.key, now), now)
-        self._outbox.add(attempt.key.session, Reserved(attempt.work.request_id, attempt.work.attempt, attempt.ticket))
+        self._desk.tell(attempt.key, Reserved(attempt.work.request_id, attempt.work.attempt, attempt.ticket))
 
     # 2. and 3. landed and started
 
@@ -178,19 +146,25 @@ class DecodeCore:
             elif isinstance(action, handoff.LandedTicket):
                 self._landed(action.key)
             elif isinstance(action, handoff.LostTicket):
-                self._lost(action.key, action.reason, now)
+                self._desk.end(action.key, "failed", "Unavailable", action.reason)
             elif isinstance(action, handoff.Count):
-                self._counters[action.name] += action.by
+                self._desk.count(action)
             else:
-                self._actions.append(action)
+                self._desk.actions.append(action)
 
     def _landed(self, key: SequenceKey) -> None:
-        attempt = self._attempts.get(key)
+        attempt = self._desk.attempts.get(key)
         assert attempt is not None and attempt.ticket is not None, f"{key} landed and is not here"
         attempt.landed = True
         attempt.block_ids = attempt.ticket.table.block_ids
-        self._outbox.add(key.session, Landed(attempt.work.request_id, attempt.work.attempt))
+        self._desk.tell(key, Landed(attempt.work.request_id, attempt.work.attempt))
         self._run_if_ready(attempt)
+
+    def _start(self, event: CommandReceived, command: Start) -> None:
+        attempt = self._desk.attempts.get(key_of(event.session, command.request_id, command.attempt))
+        if attempt is not None and not attempt.running:
+            attempt.first_tokens = command.first_tokens
+            self._run_if_ready(attempt)
 
     def _run_if_ready(self, attempt: DecodeAttempt) -> None:
         """Runnable when landed and started."""
@@ -208,32 +182,21 @@ class DecodeCore:
         return self._p.scheduler.schedule()
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
-        self._step_id = plan.step_id
-        self._p.throughput.add(plan.num_samples, now)
+        self._desk.step_id = plan.step_id
+        self._desk.throughput.add(plan.num_samples, now)
         for event in self._p.scheduler.apply(plan, result):
             if isinstance(event, Sampled):
-                key = event.key
-                token = TokenOut(key.request_id, key.attempt, key.sequence, event.index, event.token_id)
-                self._outbox.add(key.session, token)
+                self._desk.token(event)
             elif isinstance(event, Finished):
-                key = event.key
-                self._attempts.remove(key)
-                self._outbox.add(key.session, Ended(key.request_id, key.attempt, key.sequence, event.reason.value))
+                self._desk.end(event.key, event.reason.value)
             elif isinstance(event, Preempted):
-                self._counters["preempted"] += 1
+                self._desk.counters["preempted"] += 1
 
     # endings
 
-    def _lost(self, key: SequenceKey, reason: str, now: float) -> None:
-        attempt = self._attempts.remove(key)
-        if attempt is not None:
-            self._outbox.add(
-                key.session, Ended(key.request_id, key.attempt, key.sequence, "failed", "Unavailable", reason)
-            )
-
     def _drop(self, attempt: DecodeAttempt, now: float) -> None:
         """Forget an attempt. The table keeps its blocks until nobody can write to them any more."""
-        self._attempts.remove(attempt.key)
+        self._desk.attempts.remove(attempt.key)
         if attempt.ticket is None:
             self._waiting.remove(attempt)
         elif not attempt.landed:
@@ -245,30 +208,13 @@ class DecodeCore:
 
     def actions(self, now: float) -> list[Action]:
         self._carry_out(self._p.table.tick(now), now)
-        for attempt in self._attempts.expired(now):
-            key = attempt.key
-            self._drop(attempt, now)
-            self._outbox.add(
-                key.session,
-                Ended(key.request_id, key.attempt, key.sequence, "failed", "DeadlineExceeded", "deadline passed"),
-            )
+        self._desk.expire(now)
         self._grant(now)
-        reports = self._outbox.drain(self._step_id, now, self.load(now))
-        actions, self._actions = self._actions, []
-        return [*actions, *(SendReport(session, report) for session, report in reports)]
+        return self._desk.take_actions(self.load(now), now)
 
     def next_wake(self) -> float | None:
-        timers = (self._p.table.next_deadline(), self._attempts.next_deadline())
+        timers = (self._p.table.next_deadline(), self._desk.attempts.next_deadline())
         return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:
-        return Load(
-            blocks=self._p.pool.counts(),
-            running=self._p.scheduler.num_running,
-            waiting=len(self._waiting) + self._p.scheduler.num_waiting,
-            queued_tokens=self._p.scheduler.queued_tokens,
-            transfers_in_flight=self._p.table.in_flight,
-            tokens_per_s=self._p.throughput.per_s(now),
-            draining=self._draining,
-            counters=tuple(sorted(self._counters.items())),
-        )
+        return self._desk.load(self._p.pool, self._p.scheduler, len(self._waiting), self._p.table.in_flight, now)

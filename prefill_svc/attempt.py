@@ -11,7 +11,6 @@ from kvrelay.requests import SequenceKey, SequenceSpec, StopRule
 from kvrelay.session import Destination, Work
 from kvtransfer.writer import WriterTable
 from worker.pace import Pace
-from worker.throughput import Throughput
 
 
 @dataclass(slots=True)
@@ -45,7 +44,6 @@ class PrefillParts:
     scheduler: Scheduler
     table: WriterTable
     pace: Pace
-    throughput: Throughput = field(default_factory=Throughput)
 
 
 def spec_of(key: SequenceKey, work: Work) -> SequenceSpec:

@@ -12,29 +12,24 @@ Abort, deadline, a refused ticket, a failed write or the session's end stop it a
 
 from __future__ import annotations
 
-from collections import Counter
-
 from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
 from kvrelay.requests import SequenceSpec
 from kvrelay.session import (
-    Abort,
     ComputeRecord,
     Destination,
-    Drain,
-    Ended,
     Load,
     Prefill,
     Pushed,
     Refused,
-    TokenOut,
     Work,
 )
 from kvtransfer import actions as handoff
 from kvtransfer.transports.base import WriteDone, WriteFailed
 from prefill_svc.attempt import PrefillAttempt, PrefillParts, spec_of
 from prefill_svc.peers import Peers
-from worker.attempts import Attempts, key_of
+from worker.attempts import key_of
+from worker.desk import Desk
 from worker.events import (
     Action,
     CommandReceived,
@@ -43,13 +38,9 @@ from worker.events import (
     LinkClosed,
     LinkOpened,
     OpenLink,
-    SendReport,
-    SessionClosed,
-    SessionOpened,
     TransportHappened,
 )
-from worker.outbox import Outbox
-from worker.refusals import refuse_work
+from worker.refusals import refuse_work, refused
 
 MAX_ATTEMPTS = 1024
 
@@ -57,91 +48,67 @@ MAX_ATTEMPTS = 1024
 class PrefillCore:
     def __init__(self, parts: PrefillParts) -> None:
         self._p = parts
-        self._outbox = Outbox()
-        self._attempts: Attempts[PrefillAttempt] = Attempts()
-        self._actions: list[Action] = []
-        self._counters: Counter[str] = Counter()
-        self._step_id = 0
-        self._planned_at = 0.0
+        self._desk: Desk[PrefillAttempt] = Desk(self._drop)
         self._peers = Peers(parts.table.busy_with)
-        self._draining = False
+        self._planned_at = 0.0
 
     # events
 
     def handle(self, event: Event, now: float) -> None:
+        table = self._p.table
         if isinstance(event, TransportHappened):
             if isinstance(event.event, WriteDone | WriteFailed):
-                self._carry_out(self._p.table.transport_event(event.event, now), now)
+                self._carry_out(table.transport_event(event.event, now))
         elif isinstance(event, FromDecode):
-            self._carry_out(self._p.table.received(event.peer, event.message, now), now)
-        elif isinstance(event, CommandReceived):
-            self._command(event, now)
+            self._carry_out(table.received(event.peer, event.message, now))
         elif isinstance(event, LinkOpened):
             self._peers.linked(event.peer)
-            self._carry_out(self._p.table.link_opened(event.peer, now), now)
+            self._carry_out(table.link_opened(event.peer, now))
         elif isinstance(event, LinkClosed):
-            self._carry_out(self._p.table.link_lost(event.peer, now), now)
+            self._carry_out(table.link_lost(event.peer, now))
             self._peers.lost(event.peer, now)
-        elif isinstance(event, SessionOpened):
-            self._outbox.open(event.session)
-        elif isinstance(event, SessionClosed):
-            for attempt in self._attempts.of_session(event.session):
-                self._drop(attempt, now)
-            self._outbox.close(event.session)
-
-    def _command(self, event: CommandReceived, now: float) -> None:
-        command = event.command
-        if isinstance(command, Prefill):
-            self._prefill(event, command, now)
-        elif isinstance(command, Abort):
-            key = key_of(event.session, command.request_id, command.attempt)
-            attempt = self._attempts.get(key)
-            if attempt is None:
-                self._attempts.bury(key)
-            else:
-                self._drop(attempt, now)
-        elif isinstance(command, Drain):
-            self._draining = True
+        elif isinstance(event, CommandReceived) and isinstance(event.command, Prefill):
+            self._prefill(event, event.command, now)
+        else:
+            self._desk.handle(event, now)
 
     # 1. take it in
 
     def _prefill(self, event: CommandReceived, command: Prefill, now: float) -> None:
         work, destination = command.work, command.destination
         key = key_of(event.session, work.request_id, work.attempt)
-        if self._attempts.is_buried(key) or self._attempts.get(key) is not None:
+        if not self._desk.is_news(key):
             return
         spec = spec_of(key, work)
-        refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._draining)
-        if refusal is None:
-            refusal = self._refuse(work, spec, destination)
+        refusal = self._refusal(work, spec, destination)
         if refusal is not None:
-            self._outbox.add(event.session, refusal)
+            self._desk.tell(key, refusal)
             return
         attempt = PrefillAttempt(key, work, destination, now)
-        self._attempts.add(attempt, now)
+        self._desk.attempts.add(attempt, now)
         self._p.scheduler.add(spec)
         if destination is not None:
             ticket = destination.ticket
             attempt.num_pushed = ticket.num_cached_blocks
             target = OpenLink(ticket.incarnation, destination.worker_id, destination.address)
-            self._actions.append(self._peers.want(target))
-            self._carry_out(self._p.table.start(ticket, ticket.incarnation, key, attempt.num_tokens, now), now)
+            self._desk.actions.append(self._peers.want(target))
+            self._carry_out(self._p.table.start(ticket, ticket.incarnation, key, attempt.num_tokens, now))
 
-    def _refuse(self, work: Work, spec: SequenceSpec, destination: Destination | None) -> Refused | None:
-        def refused(code: str, message: str, field: str) -> Refused:
-            return Refused(work.request_id, work.attempt, code, message, field=field)
-
-        if len(self._attempts) >= MAX_ATTEMPTS:
-            return refused("ResourceExhausted", "too many prompts wait", "")
+    def _refusal(self, work: Work, spec: SequenceSpec, destination: Destination | None) -> Refused | None:
+        refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._desk.draining)
+        if refusal is not None:
+            return refusal
+        if len(self._desk.attempts) >= MAX_ATTEMPTS:
+            return refused(work, "ResourceExhausted", "too many prompts wait", retry_after_s=1.0)
         if not self._p.scheduler.fits_alone(spec):
-            return refused("InvalidArgument", f"does not fit {self._p.pool.num_blocks} blocks", "token_ids")
+            return refused(work, "InvalidArgument", f"does not fit {self._p.pool.num_blocks} blocks", "token_ids")
         if destination is not None:
-            table = destination.ticket.table
-            if table.block_size != self._p.layout.block_size:
-                there, here = table.block_size, self._p.layout.block_size
-                return refused("LayoutMismatch", f"block_size differs: {here} here, {there} there", "block_size")
+            table, here = destination.ticket.table, self._p.layout.block_size
+            if table.block_size != here:
+                differs = f"block_size differs: {here} here, {table.block_size} there"
+                return refused(work, "LayoutMismatch", differs, "block_size")
             if table.num_tokens < len(work.token_ids):
-                return refused("InvalidArgument", f"the ticket holds {table.num_tokens} tokens", "destination.ticket")
+                return refused(work, "InvalidArgument", f"it holds {table.num_tokens} tokens", "destination.ticket")
         return None
 
     # 2. and 3. compute and push
@@ -152,11 +119,11 @@ class PrefillCore:
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
         """Parts are made before the scheduler applies: a sequence that ends in this step releases its blocks there."""
-        self._step_id = plan.step_id
-        self._p.throughput.add(plan.num_tokens, now)
+        self._desk.step_id = plan.step_id
+        self._desk.throughput.add(plan.num_tokens, now)
         self._p.pace.note(plan.num_tokens, now - self._planned_at)
         for rows in plan.slices:
-            attempt = self._attempts.get(rows.key)
+            attempt = self._desk.attempts.get(rows.key)
             if attempt is not None:
                 self._note_chunk(attempt, rows, now)
                 if attempt.destination is not None:
@@ -167,7 +134,7 @@ class PrefillCore:
             elif isinstance(event, Finished):
                 self._computed(event)
             elif isinstance(event, Preempted):
-                self._counters["preempted"] += 1
+                self._desk.counters["preempted"] += 1
 
     def _note_chunk(self, attempt: PrefillAttempt, rows: SequenceSlice, now: float) -> None:
         if attempt.started_at is None:
@@ -191,26 +158,25 @@ class PrefillCore:
         attempt.num_pushed = end
         self._p.pool.retain(sources)
         ticket = destination.ticket
-        self._carry_out(self._p.table.part_ready(ticket.incarnation, ticket.epoch, positions, sources, last, now), now)
+        self._carry_out(self._p.table.part_ready(ticket.incarnation, ticket.epoch, positions, sources, last, now))
 
     def _sampled(self, event: Sampled, now: float) -> None:
-        attempt = self._attempts.get(event.key)
+        attempt = self._desk.attempts.get(event.key)
         if attempt is None:
             return
         attempt.token_at = now
-        key = event.key
-        self._outbox.add(key.session, TokenOut(key.request_id, key.attempt, key.sequence, event.index, event.token_id))
+        self._desk.token(event)
 
     def _computed(self, event: Finished) -> None:
-        attempt = self._attempts.get(event.key)
+        attempt = self._desk.attempts.get(event.key)
         if attempt is None:
             return
         attempt.computed = True
         key = attempt.key
         started_at = attempt.started_at if attempt.started_at is not None else attempt.received_at
         token_at = attempt.token_at if attempt.token_at is not None else started_at
-        self._outbox.add(
-            key.session,
+        self._desk.tell(
+            key,
             ComputeRecord(
                 key.request_id,
                 key.attempt,
@@ -220,31 +186,32 @@ class PrefillCore:
             ),
         )
         if attempt.destination is None:
-            self._end(attempt, event.reason.value)
+            self._desk.end(key, event.reason.value)
 
     # 4. the hand-off's ending
 
-    def _carry_out(self, actions: tuple[handoff.WriterAction, ...], now: float) -> None:
+    def _carry_out(self, actions: tuple[handoff.WriterAction, ...]) -> None:
         for action in actions:
             if isinstance(action, handoff.Release):
                 self._p.pool.release(action.source_ids)
             elif isinstance(action, handoff.Finished):
                 self._pushed(action)
             elif isinstance(action, handoff.Failed):
-                self._failed(action, now)
+                self._p.scheduler.abort(action.key)
+                self._desk.end(action.key, "failed", "Unavailable", action.reason)
             elif isinstance(action, handoff.Count):
-                self._counters[action.name] += action.by
+                self._desk.count(action)
             else:
-                self._actions.append(action)
+                self._desk.actions.append(action)
 
     def _pushed(self, action: handoff.Finished) -> None:
-        attempt = self._attempts.get(action.key)
+        attempt = self._desk.attempts.get(action.key)
         if attempt is None:
             return
         stats, key = action.stats, action.key
         token_at = attempt.token_at if attempt.token_at is not None else stats.landed_at
-        self._outbox.add(
-            key.session,
+        self._desk.tell(
+            key,
             Pushed(
                 key.request_id,
                 key.attempt,
@@ -256,53 +223,25 @@ class PrefillCore:
                 exposed_s=max(0.0, stats.landed_at - token_at),
             ),
         )
-        self._end(attempt, "length")
-
-    def _failed(self, action: handoff.Failed, now: float) -> None:
-        attempt = self._attempts.get(action.key)
-        if attempt is not None:
-            self._p.scheduler.abort(attempt.key)
-            self._end(attempt, "failed", "Unavailable", action.reason)
-
-    def _end(self, attempt: PrefillAttempt, reason: str, code: str = "", message: str = "") -> None:
-        key = attempt.key
-        self._attempts.remove(key)
-        self._outbox.add(key.session, Ended(key.request_id, key.attempt, key.sequence, reason, code, message))
+        self._desk.end(key, "length")
 
     def _drop(self, attempt: PrefillAttempt, now: float) -> None:
         """Forget an attempt. Parts already posted keep their references until their writes have ended."""
-        self._attempts.remove(attempt.key)
+        self._desk.attempts.remove(attempt.key)
         self._p.scheduler.abort(attempt.key)
         if attempt.destination is not None:
             ticket = attempt.destination.ticket
-            self._carry_out(self._p.table.abort(ticket.incarnation, ticket.epoch, now), now)
+            self._carry_out(self._p.table.abort(ticket.incarnation, ticket.epoch, now))
 
     def actions(self, now: float) -> list[Action]:
-        self._carry_out(self._p.table.tick(now), now)
-        self._actions += self._peers.due(now)
-        for attempt in self._attempts.expired(now):
-            self._drop(attempt, now)
-            key = attempt.key
-            self._outbox.add(
-                key.session,
-                Ended(key.request_id, key.attempt, key.sequence, "failed", "DeadlineExceeded", "deadline passed"),
-            )
-        reports = self._outbox.drain(self._step_id, now, self.load(now))
-        actions, self._actions = self._actions, []
-        return [*actions, *(SendReport(session, report) for session, report in reports)]
+        self._carry_out(self._p.table.tick(now))
+        self._desk.actions += self._peers.due(now)
+        self._desk.expire(now)
+        return self._desk.take_actions(self.load(now), now)
 
     def next_wake(self) -> float | None:
-        timers = (self._p.table.next_deadline(), self._attempts.next_deadline(), self._peers.next_due())
+        timers = (self._p.table.next_deadline(), self._desk.attempts.next_deadline(), self._peers.next_due())
         return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:
-        return Load(
-            blocks=self._p.pool.counts(),
-            running=self._p.scheduler.num_running,
-            waiting=self._p.scheduler.num_waiting,
-            queued_tokens=self._p.scheduler.queued_tokens,
-            transfers_in_flight=self._p.table.in_flight,
-            tokens_per_s=self._p.throughput.per_s(now),
-            draining=self._draining,
-            counters=tuple(sorted(self._counters.items())),
-        )
+        return self._desk.load(self._p.pool, self._p.scheduler, 0, self._p.table.in_flight, now)
