@@ -206,16 +206,24 @@ def _worker_ended(state: State, event: WorkerEnded, now: float) -> Step:
     state = _mark_ended(state, role)
     if role is Role.PREFILL and state.phase is Phase.DECODING and (event.reason in ("stop", "length") or state.landed):
         return state, []
-    return _end(state, Fail(_error_of_end(event, role)))
+    return _end(state, Fail(_error_of_end(state, event, role)))
 
 
-def _error_of_end(event: WorkerEnded, role: Role) -> errors.KVRelayError:
+def _error_of_end(state: State, event: WorkerEnded, role: Role) -> errors.KVRelayError:
     who = f"{role} worker {event.worker}"
     if event.reason == "failed":
-        return error_named(event.code, f"{who}: {event.message}")
+        return error_named(event.code, f"{who}: {event.message}{_other_end(state, role)}")
     if event.reason == "aborted":
         return errors.Unavailable(f"{who} gave the request up: {event.message or 'aborted'}")
     return errors.Internal(f"{who} ended the sequence ({event.reason}) before the request was complete")
+
+
+def _other_end(state: State, role: Role) -> str:
+    """Who else took part in a hand-off that is not over: what one worker reports may be the other one's death."""
+    if state.landed:
+        return ""
+    other, way = (state.prefiller(), "from prefill") if role is Role.DECODE else (state.decoder(), "to decode")
+    return f" (hand-off {way} worker {other})" if other is not None else ""
 
 
 def _worker_lost(state: State, event: WorkerLost, now: float) -> Step:

@@ -279,11 +279,15 @@ def test_landed_before_token_0_is_remembered() -> None:
     assert (state.phase, state.landed) == (Phase.DECODING, True)
 
 
-def test_a_failed_push_fails_the_request_with_the_workers_words() -> None:
-    _, actions = play(in_phase(Phase.DECODING), ev.WorkerEnded(P, 0, "failed", "Unavailable", "link lost"))
-    assert isinstance(actions[-1], Fail)
-    assert type(actions[-1].error) is errors.Unavailable
-    assert actions[-1].error.message == "prefill worker p0: link lost"
+def test_a_failed_hand_off_fails_the_request_with_the_workers_words_and_names_both_ends() -> None:
+    for worker, message in (
+        (P, "prefill worker p0: link lost (hand-off to decode worker d0)"),
+        (D, "decode worker d0: link lost (hand-off from prefill worker p0)"),
+    ):
+        _, actions = play(in_phase(Phase.DECODING), ev.WorkerEnded(worker, 0, "failed", "Unavailable", "link lost"))
+        assert isinstance(actions[-1], Fail)
+        assert type(actions[-1].error) is errors.Unavailable
+        assert actions[-1].error.message == message
 
 
 def test_a_worker_that_ends_too_early_is_our_bug() -> None:
