@@ -59,6 +59,14 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, *, threads: int = 1)
     return TorchLinear(weight, bias)
 
 
+def make_head(weight: Tensor, bias: Tensor | None = None, *, threads: int = 1) -> Linear:
+    """As make_linear, for the layer that makes logits: native where it can be, since its results are float32."""
+    kernels = native() if os.environ.get("KVRELAY_LINEAR", "") != "torch" else None
+    if kernels is not None and weight.device.type == "cpu" and weight.dtype in _IS_BF16:
+        return NativeLinear(kernels, weight, bias, threads)
+    return make_linear(weight, bias, threads=threads)
+
+
 class NativeLinear:
     """Panels of 32 output columns; see engine/native/gemm.h for the order of the arithmetic."""
 

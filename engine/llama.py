@@ -17,6 +17,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.native import ops
+from engine.native.layers import fused_layers
 from engine.tensors import StepBatch
 from engine.weights import Checkpoint
 from kvrelay.models.config import ModelConfig
@@ -40,10 +41,14 @@ class RowReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What a model computes with: the ports, the dtype activations have between them, threads of the small ops."""
+    """What a model computes with: the ports, the dtype activations have between them, threads of the small ops.
+
+    head makes the logits, which want float32 where `linear` rounds its results: two that tie may not be ranked.
+    """
 
     attention: AttentionBackend
     linear: LinearFactory
+    head: LinearFactory
     activation_dtype: torch.dtype
     threads: int
 
@@ -99,6 +104,7 @@ class LlamaModel:
         self._layers = [_load_layer(config, checkpoint, backends, i) for i in range(config.num_layers)]
         self._norm = checkpoint.tensor("model.norm.weight", torch.float32)
         self._embed, self._head = _load_ends(config, checkpoint, backends)
+        self._fused = fused_layers(self._layers, backends.attention, config.rms_eps)
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
         """float32 logits [num_samples, vocab]; the KV of every row is in the pool afterwards.
@@ -109,7 +115,11 @@ class LlamaModel:
         residual = self._embed(batch.token_ids).to(self._backends.activation_dtype)
         attended = residual.new_empty(residual.shape[0], self._config.heads * self._config.head_dim)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps, threads=threads)
-        for i, layer in enumerate(self._layers):
+        first = 0
+        if self._fused is not None:
+            self._fused.forward(x, residual, pool, batch, self._rope)
+            first = self._fused.count
+        for i, layer in enumerate(self._layers[first:], first):
             self._backends.attention.forward(i, layer.qkv(x), pool, batch, self._rope, attended)
             if i + 1 == len(self._layers) and len(rows) < batch.num_tokens:
                 # All KV is written: from here on only rows that sample matter.
@@ -129,7 +139,7 @@ class LlamaModel:
 def _load_ends(config: ModelConfig, checkpoint: Checkpoint, backends: Backends) -> tuple[Linear, Linear]:
     """Token ids [rows] -> embeddings [rows, hidden], and the head; one copy of a tied matrix where possible."""
     table = checkpoint.tensor("model.embed_tokens.weight")
-    head = backends.linear(table if config.tie_embeddings else checkpoint.tensor("lm_head.weight"), None)
+    head = backends.head(table if config.tie_embeddings else checkpoint.tensor("lm_head.weight"), None)
     if config.tie_embeddings and isinstance(head, RowReader):
         return head.rows, head
     return lambda ids: ops.embedding(ids, table, backends.activation_dtype), head

@@ -15,7 +15,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.cpu import cpu_attention
 from engine.attention.reference import ReferenceAttention
-from engine.linear import activation_dtype, backend_name, make_linear
+from engine.linear import activation_dtype, backend_name, make_head, make_linear
 from engine.llama import Backends, LlamaModel
 from engine.memory import HostPool
 from engine.plan import Plan, Result
@@ -132,6 +132,7 @@ def _backends(config: ModelConfig, options: TorchOptions) -> Backends:
     return Backends(
         attention=_attention(config, options),
         linear=partial(make_linear, threads=options.threads),
+        head=partial(make_head, threads=options.threads),
         activation_dtype=activation_dtype(DTYPES[options.dtype]),
         threads=options.threads,
     )

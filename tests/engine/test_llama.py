@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.attention.reference import ReferenceAttention
-from engine.linear import activation_dtype, make_linear
+from engine.linear import activation_dtype, make_head, make_linear
 from engine.llama import Backends, LlamaModel
 from engine.plan import Plan
 from engine.rope import rope_table
@@ -41,7 +41,7 @@ class Bench:
     def __init__(self, directory: Path, num_blocks: int = 32) -> None:
         self.config = config = ModelConfig.from_dir(directory)
         attention = ReferenceAttention(config.heads, config.kv_heads, config.head_dim)
-        backends = Backends(attention, make_linear, activation_dtype(torch.float32), threads=1)
+        backends = Backends(attention, make_linear, make_head, activation_dtype(torch.float32), threads=1)
         with Checkpoint(directory, torch.float32) as checkpoint:
             self.model = LlamaModel(config, checkpoint, backends, rope_table(config, num_blocks * 16))
         self.pool = torch.zeros(num_blocks, *model_layout(config, "float32", 16).shape)
