@@ -181,7 +181,7 @@ async def test_a_hundred_clients_that_leave_at_random_moments(cluster: Cluster) 
     async with neighbour(cluster.target, BESIDE), AsyncClient(cluster.target) as client:
         for _ in range(4):
             cases = [case_of(rng.choice((1, 15, 40, 100)), 24, rng.randrange(1000)) for _ in range(25)]
-            left += sum(await asyncio.gather(*(leave_at(client, case, rng.uniform(0, 1.2)) for case in cases)))
+            left += sum(await asyncio.gather(*(leave_at(client, case, rng.uniform(0, 0.9)) for case in cases)))
     assert left > 60
     cluster.until_nothing_is_held()
     await assert_exact(cluster.target, BESIDE, case_of(100, 8))

@@ -76,7 +76,7 @@ async def test_workers_come_and_go(coordinator: RoleProcess, tmp_path: Path) -> 
         await assert_refused_at_once(target, "decode")
         with role_process(tmp_path, "decode", *flags, "--worker-id", "d0", "--step-seconds", "0.01"):
             await asyncio.to_thread(until_workers, target, {"p", "d0"})
-            async with neighbour(target, case_of(30, 900), times=1):
+            async with neighbour(target, case_of(30, 400), times=1):
                 await one_more_comes_and_goes(target, RoleProcess(tmp_path, "decode", *flags, "--worker-id", "d1"))
             assert await asyncio.to_thread(prefill.terminate) == 0
             await asyncio.to_thread(until_workers, target, {"d0"})
