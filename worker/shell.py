@@ -3,7 +3,8 @@
 The life of a worker process:
 1. load: model facts, then executor and core on the engine thread, then the transport over the executor's pool;
 2. serve: bind, start the server, announce to every coordinator, say ready;
-3. stop: on SIGTERM or SIGINT leave, end sessions (an abort for their requests), let writes end, exit 0.
+3. stop: on SIGTERM or SIGINT leave, let requests end for DRAIN_S, end sessions (an abort for what is left), let writes
+   end, exit 0. A second signal ends the wait for requests.
 A dead engine thread, a dead transport or an unsure memory ends the process at once, non-zero.
 """
 
@@ -43,6 +44,10 @@ log = structlog.get_logger("worker")
 EXIT_CONFIG = 78
 EXIT_BROKEN = 70
 LOAD_TIMEOUT_S = 300.0
+DRAIN_S = 8.0
+"""How long requests may take to end once the worker was told to stop; less than what its supervisor waits."""
+SETTLE_S = 0.2
+"""Nothing to do for so long: what the coordinators sent before they heard that the worker leaves would be here."""
 STOP_GRACE_S = 5.0
 READY_CHECK_S = 0.5
 STALLED_S = 10.0
@@ -70,6 +75,7 @@ class Shell:
     stop: asyncio.Event
     peer_calls: concurrent.futures.ThreadPoolExecutor
     """One thread, for calls that wait for the transport: a peer is dropped and added in the order decided."""
+    hurry: bool = False
     exit_code: int = 0
     engine: EngineThread | None = None
     transport: Transport | None = None
@@ -128,7 +134,8 @@ class Shell:
         os._exit(EXIT_BROKEN)
 
     def quit(self, code: int) -> None:
-        """Stop in good order with this exit code. Called on the event loop."""
+        """Stop in good order with this exit code; told again, without waiting for requests. On the event loop."""
+        self.hurry = self.stop.is_set()
         self.exit_code = self.exit_code or code
         self.stop.set()
 
@@ -186,6 +193,7 @@ async def _main(
     await shell.stop.wait()
     watch.cancel()
     await registration.leave()
+    await _drain(shell, engine)
     await _stop(shell, server, engine)
     return shell.exit_code
 
@@ -240,6 +248,26 @@ async def _watch_progress(engine: EngineThread, server: RpcServer) -> None:
             log.warning("readiness changed", ready=now_ready)
             ready = now_ready
             await server.set_ready(ready)
+
+
+async def _drain(shell: Shell, engine: EngineThread) -> None:
+    """Until no request has been here for SETTLE_S, or DRAIN_S are over. Without a session there is none to wait for."""
+    assert shell.hub is not None
+    ends_at = time.monotonic() + DRAIN_S
+    idle_since = time.monotonic()
+    while shell.hub.num_sessions and not shell.hurry:
+        now = time.monotonic()
+        idle_since = idle_since if _idle(engine) else now
+        if now >= ends_at or now - idle_since >= SETTLE_S:
+            return
+        await asyncio.sleep(0.02)
+
+
+def _idle(engine: EngineThread) -> bool:
+    load = engine.load
+    if load is None:
+        return True
+    return _quiet(engine) and load.waiting == load.blocks.held == load.blocks.reserved == 0
 
 
 async def _stop(shell: Shell, server: RpcServer, engine: EngineThread) -> None:

@@ -56,11 +56,20 @@ async def decode_workers_used(target: str, cases: int = 8) -> set[str]:
 
 
 async def one_more_comes_and_goes(target: str, second: RoleProcess) -> None:
-    """d1 joins p and d0, is used, and leaves when it is told to."""
+    """d1 joins p and d0, is used, and leaves when it is told to, once the stream that runs there has ended.
+
+    One stream runs on each: the neighbour's and this one.
+    """
+    case = case_of(20, 150, seed=77)
     try:
         await asyncio.to_thread(until_workers, target, {"p", "d0", "d1"})
         assert await decode_workers_used(target) == {"d0", "d1"}
-        assert await asyncio.to_thread(second.terminate) == 0
+        async with AsyncClient(target) as client:
+            stream = stream_of(client, case)
+            running = asyncio.create_task(stream.collect())
+            await asyncio.to_thread(until, lambda: len(stream.tokens) > 2, 5.0, "the stream runs")
+            assert await asyncio.to_thread(second.terminate) == 0
+            assert (await running).token_ids == answer_of(case)
         await asyncio.to_thread(until_workers, target, {"p", "d0"})
         assert await decode_workers_used(target) == {"d0"}
     finally:
@@ -74,10 +83,11 @@ async def test_workers_come_and_go(coordinator: RoleProcess, tmp_path: Path) -> 
     with role_process(tmp_path, "prefill", *flags, "--worker-id", "p") as prefill:
         await asyncio.to_thread(until_workers, target, {"p"})
         await assert_refused_at_once(target, "decode")
-        with role_process(tmp_path, "decode", *flags, "--worker-id", "d0", "--step-seconds", "0.01"):
+        slow = (*flags, "--step-seconds", "0.01")
+        with role_process(tmp_path, "decode", *slow, "--worker-id", "d0"):
             await asyncio.to_thread(until_workers, target, {"p", "d0"})
-            async with neighbour(target, case_of(30, 400), times=1):
-                await one_more_comes_and_goes(target, RoleProcess(tmp_path, "decode", *flags, "--worker-id", "d1"))
+            async with neighbour(target, case_of(30, 150)):
+                await one_more_comes_and_goes(target, RoleProcess(tmp_path, "decode", *slow, "--worker-id", "d1"))
             assert await asyncio.to_thread(prefill.terminate) == 0
             await asyncio.to_thread(until_workers, target, {"d0"})
             await assert_refused_at_once(target, "prefill")
