@@ -15,6 +15,8 @@ from kvrelay.session import WorkerDescription
 log = structlog.get_logger("worker.registration")
 
 INTERVAL_S = 1.0
+SAID_EVERY = 5
+"""Failed tries until a coordinator that was never reached is spoken of: one that starts together with us takes a few."""
 
 
 class Registration:
@@ -40,19 +42,20 @@ class Registration:
             await announce(channel, self._description, leaving=True)
 
     async def _keep_telling(self, address: str) -> None:
-        known = ""
+        known, failures = "", 0
         async with open_channel(address) as channel:
             while True:
                 try:
                     told = await announce(channel, self._description)
                     if told != known:
                         log.info("registered", coordinator=told, address=address)
-                    known, self._refusals[address] = told, None
+                    known, self._refusals[address], failures = told, None, 0
                 except (FailedPrecondition, InvalidArgument) as error:
                     self._refused(address, error)
                     known = ""
                 except KVRelayError as error:
-                    if known:
+                    failures += 1
+                    if known or failures % SAID_EVERY == 0:
                         log.warning("coordinator not reached", address=address, why=error.message)
                     known = ""
                 await asyncio.sleep(INTERVAL_S)
