@@ -16,7 +16,7 @@ log = structlog.get_logger("worker.registration")
 
 INTERVAL_S = 1.0
 SAID_EVERY = 5
-"""Failed tries until a coordinator that was never reached is spoken of: one that starts together with us takes a few."""
+"""Failed tries until a coordinator that was never reached is spoken of: one may just be starting."""
 
 
 class Registration:
