@@ -34,7 +34,7 @@ NO_WORKER_GRACE_S = 2.0
 """How long queued requests wait for a role that has no worker any more."""
 STUCK_READER_S = 30.0
 """A client that takes nothing for so long is cut off, however little waits for it."""
-PUSHED_WAIT_S = 0.05
+PUSHED_WAIT_S = 0.5
 """A short answer may be complete before prefill's figures of the hand-off are here; its end waits this long."""
 RETRY_AFTER_S = 1.0
 

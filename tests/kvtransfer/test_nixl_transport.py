@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import nixl_peer
@@ -117,6 +118,17 @@ def test_blocks_arrive_byte_equal_with_their_manifests(writer: Writer, decode: D
     assert decode._receive() == "closed"
 
 
+def until_stopped(pid: int) -> None:
+    """A signal takes effect a little after it was sent; every thread must stand."""
+    ends_at = time.monotonic() + 5
+    while any(
+        Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+        for thread in os.listdir(f"/proc/{pid}/task")
+    ):
+        assert time.monotonic() < ends_at, "not stopped within 5 s"
+        time.sleep(0.005)  # a poll, bounded above
+
+
 def test_a_receiver_killed_in_the_middle_fails_every_write_and_its_successor_is_written_to(
     writer: Writer, decode: Decode
 ) -> None:
@@ -126,6 +138,7 @@ def test_a_receiver_killed_in_the_middle_fails_every_write_and_its_successor_is_
     assert isinstance(writer.wait(1)[0], WriteDone)
     assert decode.process.pid is not None
     os.kill(decode.process.pid, signal.SIGSTOP)  # a stopped receiver acknowledges nothing: no write may be called done
+    until_stopped(decode.process.pid)
     for number in range(24):
         writer.transport.post(part_of(decode.name, everything, everything[::-1], number))
     with pytest.raises(queue.Empty):
