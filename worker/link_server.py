@@ -1,8 +1,8 @@
 """Decode's end of its links: greets prefill workers, passes their messages to the engine. No protos, no block states.
 
-One link per prefill incarnation. A link that ends, for whatever reason on the other side, is reported as closed by the
-peer's kernel: a prefill worker closes its call only by ending (see worker.link_client), so that nothing of it can
-write any more when the end of the stream is seen here.
+One link per prefill incarnation. A link whose end comes from the other side is reported as closed by the peer's kernel:
+a prefill worker closes its call only by ending (see worker.link_client), so that nothing of it can write any more when
+the end of the stream is seen here. A link that we end says nothing about the peer.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class LinkServer:
         self._welcome = welcome
         self._fingerprint = model_fingerprint
         self._queues: dict[Incarnation, asyncio.Queue[ToPrefill | None]] = {}
+        self._ended_here: set[Incarnation] = set()
 
     def send(self, writer: Incarnation, message: ToPrefill) -> None:
         """Queue a message; dropped when that link is gone. A link whose queue overflows is ended."""
@@ -44,20 +45,25 @@ class LinkServer:
         if queue is None:
             return
         if queue.qsize() >= MAX_UNREAD:
-            self._queues.pop(writer)
-            queue.put_nowait(None)
-            return
-        queue.put_nowait(message)
+            log.error("link ended: the prefill worker reads nothing", incarnation=writer)
+            self._end(writer)
+        else:
+            queue.put_nowait(message)
 
     def end_all(self) -> None:
-        for queue in self._queues.values():
-            queue.put_nowait(None)
+        for writer in list(self._queues):
+            self._end(writer)
+
+    def _end(self, writer: Incarnation) -> None:
+        queue = self._queues.pop(writer)
+        self._ended_here.add(writer)
+        queue.put_nowait(None)
 
     async def serve(self, messages: AsyncIterator[ToDecode], write: WriteMessage) -> None:
         """Run one link to its end. Raises FailedPrecondition or InvalidArgument when it cannot begin."""
         hello = await self._greet(messages)
         writer = hello.incarnation
-        if writer in self._queues:
+        if writer in self._queues or writer in self._ended_here:
             raise FailedPrecondition(f"{hello.worker_id} has a link already", field="link.hello.incarnation")
         queue: asyncio.Queue[ToPrefill | None] = asyncio.Queue()
         self._queues[writer] = queue
@@ -72,8 +78,11 @@ class LinkServer:
                 await write(message)
         finally:
             self._queues.pop(writer, None)
+            refused = reader.done() and not reader.cancelled() and reader.exception() is not None
+            ours = refused or writer in self._ended_here
+            self._ended_here.discard(writer)
             reader.cancel()
-            self._mailbox.post(LinkClosed(writer, by_kernel=True))
+            self._mailbox.post(LinkClosed(writer, by_kernel=not ours))
             await asyncio.gather(reader, return_exceptions=True)
             log.info("link closed", prefill=hello.worker_id, incarnation=writer)
         if not reader.cancelled() and (error := reader.exception()) is not None:

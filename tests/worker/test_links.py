@@ -23,6 +23,7 @@ from kvrelay.link import (
     ToPrefill,
 )
 from kvrelay.requests import Incarnation, WorkerId
+from worker import link_server
 from worker.events import Event, FromDecode, FromPrefill, LinkClosed, LinkOpened, OpenLink
 from worker.link_client import MAX_QUEUED, LinkClient
 from worker.link_server import LinkServer, check_hello
@@ -191,6 +192,28 @@ async def test_a_link_must_begin_with_hello_and_say_it_once() -> None:
     assert await asyncio.wait_for(pipe.down.get(), 5) == WELCOME
     error = await asyncio.wait_for(pipe.down.get(), 5)
     assert isinstance(error, InvalidArgument)
+    # We closed it: the peer may be alive, and writing.
+    assert ends.at_decode.take(0) == [LinkOpened(P), LinkClosed(P, by_kernel=False)]
+
+
+async def test_a_link_that_ends_here_says_nothing_about_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_server, "MAX_UNREAD", 3)
+    for end in ("overflow", "stop"):
+        ends = Ends()
+        pipe = Pipe(ends.server)
+        await pipe.write(HELLO)
+        assert await asyncio.wait_for(pipe.down.get(), 5) == WELCOME
+        if end == "overflow":
+            for epoch in range(4):  # nobody writes in between: the event loop does not run
+                ends.server.send(P, LandedNotice(epoch))
+        else:
+            ends.server.end_all()
+        await asyncio.wait_for(pipe.task, 5)
+        assert ends.at_decode.take(0) == [LinkOpened(P), LinkClosed(P, by_kernel=False)]
+        again = Pipe(ends.server)
+        await again.write(HELLO)
+        assert await asyncio.wait_for(again.down.get(), 5) == WELCOME
+        again.task.cancel()
 
 
 async def test_bulk_data_waits_until_the_engine_has_taken_what_it_was_given() -> None:
