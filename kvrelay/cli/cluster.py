@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -32,13 +33,22 @@ class Member:
     argv: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A process that said where it serves."""
+
+    pid: int
+    address: str
+
+
 @dataclass(slots=True)
 class _Running:
-    """A member and its present process. ready: it said so on its stdout."""
+    """A member and its present process. ready: it said so on its stdout, and that it serves at `address`."""
 
     member: Member
     life: Life
     process: asyncio.subprocess.Process | None = None
+    address: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
@@ -62,6 +72,22 @@ class Cluster:
         """Name -> process id of the members that live now."""
         alive = ((r.member.name, r.process) for r in self._running)
         return {name: process.pid for name, process in alive if process and process.returncode is None}
+
+    @property
+    def reached(self) -> dict[str, Reached]:
+        """Members that live and said where they serve, by name."""
+        return {
+            r.member.name: Reached(r.process.pid, r.address)
+            for r in self._running
+            if r.process and r.process.returncode is None and r.ready.is_set()
+        }
+
+    def kill_silent(self, name: str, pid: int) -> None:
+        """SIGKILL to the present process of a member, if it is still the one meant; it will be started again."""
+        if self.pids.get(name) == pid:
+            self._say(f"{name} is silent and gets killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(r), name=r.member.name) for r in self._running]
@@ -149,6 +175,7 @@ class Cluster:
         while line := await _next_line(stream):
             text = line.decode("utf-8", "replace").rstrip()
             if text.startswith("ready "):
+                running.address = text.removeprefix("ready ")
                 running.ready.set()
             else:
                 running.last_lines.append(text)

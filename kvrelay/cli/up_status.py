@@ -1,4 +1,4 @@
-"""What `up` does while its cluster serves: says so once, then shows how the workers are."""
+"""What `up` does while its cluster serves: says so once, then shows how the workers are and kills silent ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,24 @@ def keep_up(plan: LocalPlan, screen: Screen) -> Body:
 
     async def body(target: str, cluster: Cluster) -> int:
         print(f"ready {plan.target}", flush=True)
-        if not screen.live:
-            await asyncio.Event().wait()
-        from kvrelay.client import AsyncClient
+        from kvrelay.cli.watchdog import watch
 
-        async with AsyncClient(target) as client:
-            while True:
-                screen.status(await _line(client, plan, cluster))
-                await asyncio.sleep(REFRESH_S)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch(lambda: cluster.reached, cluster.kill_silent))
+            if screen.live:
+                tasks.create_task(_show(target, plan, cluster, screen))
+        raise AssertionError("both run until they are cancelled")
 
     return body
+
+
+async def _show(target: str, plan: LocalPlan, cluster: Cluster, screen: Screen) -> None:
+    from kvrelay.client import AsyncClient
+
+    async with AsyncClient(target) as client:
+        while True:
+            screen.status(await _line(client, plan, cluster))
+            await asyncio.sleep(REFRESH_S)
 
 
 async def _line(client: AsyncClient, plan: LocalPlan, cluster: Cluster) -> str:

@@ -239,3 +239,20 @@ def children_of(pid: int) -> list[int]:
     """Process ids of the living children."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [child for child in map(int, text.split()) if is_alive(child)]
+
+
+async def test_a_worker_that_stands_still_for_ever_is_killed_and_its_blocks_come_back(cluster: Cluster) -> None:
+    """Prefill hangs with a hand-off open: only its death proves that nothing will be written any more."""
+    if cluster.worker("prefill-0")["transport"] != "nixl":
+        pytest.skip("with this transport decode itself refuses what comes late")
+    async with AsyncClient(cluster.target) as client:
+        stream = stream_of(client, LONG)
+        failing = asyncio.create_task(failure_of(stream, LONG))
+        await asyncio.to_thread(cluster.until, "it is computed", lambda ws: any(w["queued_tokens"] > 100 for w in ws))
+        prefill = cluster.worker("prefill-0")
+        os.kill(prefill["pid"], signal.SIGSTOP)
+        async with asyncio.timeout(HEARD_WITHIN_S):
+            assert "prefill-0" in (await failing).message
+    until(lambda: not is_alive(prefill["pid"]), 20.0, "the supervisor killed it")
+    until_born_again(cluster, "prefill-0", prefill["incarnation"])
+    await assert_works(cluster)
