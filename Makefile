@@ -5,6 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PACKAGES := kvrelay coordinator worker prefill_svc decode_svc kvtransfer engine
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
@@ -27,6 +28,7 @@ dev: .venv/.dev
 .venv/.setup: .venv/.python pyproject.toml
 	@echo "installing into .venv: minutes the first time" >&2
 	$(PIP) -e ".[worker,models]"
+	@$(BIN)/python -m compileall -q $(PACKAGES)
 	@$(BIN)/python -m engine.native.build >&2 || echo "no native attention kernel: using the reference one, slower" >&2
 	@touch $@
 
