@@ -9,6 +9,8 @@ DEFAULT_MESSAGE_BYTES = 8 * 1024 * 1024 + 64 * 1024
 KEEPALIVE_S = 20.0
 KEEPALIVE_TIMEOUT_S = 10.0
 """Keepalive only finds connections that died without a word; who is alive is decided by heartbeats in a session."""
+CONNECT_S = 5.0
+"""How long one attempt to connect may take: a busy server answers late, and calls that wait for it must not fail."""
 RECONNECT_FIRST_S = 0.1
 RECONNECT_MOST_S = 2.0
 
@@ -25,7 +27,8 @@ def channel_options(max_receive_bytes: int = DEFAULT_MESSAGE_BYTES) -> list[Opti
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", round(RECONNECT_FIRST_S * 1000)),
-        ("grpc.min_reconnect_backoff_ms", round(RECONNECT_FIRST_S * 1000)),
+        # Despite its name the time that an attempt has, not a pause between two.
+        ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),
         ("grpc.max_reconnect_backoff_ms", round(RECONNECT_MOST_S * 1000)),
         ("grpc.enable_http_proxy", 0),
         ("grpc.service_config_disable_resolution", 1),
