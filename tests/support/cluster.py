@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,8 @@ def standing_still(pid: int) -> Iterator[None]:
         until(lambda: _state(pid) == "T", 2.0, f"process {pid} stands still")
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 def _state(pid: int) -> str:
