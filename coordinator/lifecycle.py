@@ -175,10 +175,14 @@ def _start(state: State, emit: Emit) -> Step:
 
 
 def _finish(state: State, emit: Emit, reason: FinishReason | None, by_text: bool) -> Step:
-    """Ends well. A worker whose own rule was met by its own token ends by itself; the others get an Abort."""
+    """Ends well. A worker whose own rule was met by its own token ends by itself; the others get an Abort.
+
+    So does a prefill worker whose blocks have landed, as a token of decode proves: an Abort might reach it before it
+    hears of that itself, and its figures of the hand-off would be lost.
+    """
     assert reason is not None
-    if state.phase is Phase.DECODING and not by_text:
-        state = replace(state, decode_ended=True)
+    if state.phase is Phase.DECODING:
+        state = replace(state, prefill_ended=True, decode_ended=not by_text)
     elif state.decoder() is None:
         state = replace(state, prefill_ended=True)
     ended, actions = _end(state, Finish(reason))

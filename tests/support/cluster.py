@@ -108,7 +108,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
         return _state(pid) != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
