@@ -275,7 +275,6 @@ class Dispatcher:
 
     def _finish_item(self, live: Live, reason: FinishReason) -> FinishItem:
         placement = live.state.placement
-        started = live.state.num_tokens > 1 or live.state.landed
         return FinishItem(
             reason=reason,
             text=live.text.finish(),
@@ -283,7 +282,7 @@ class Dispatcher:
             cached_tokens=live.cached_tokens,
             offset_s=(live.times.ended_at or 0.0) - live.times.accepted_at,
             prefill_worker=(placement.prefill if placement else None) or "",
-            decode_worker=((placement.decode if placement else None) or "") if started else "",
+            decode_worker=((placement.decode if placement else None) or "") if live.decoded else "",
             pushed=live.pushed if live.handed_over else None,
         )
 

@@ -69,11 +69,19 @@ class Live:
         return self.state.facts.stop.max_tokens - self.state.num_tokens > 1
 
     @property
+    def decoded(self) -> bool:
+        """Whether decode produced a token in this attempt; the first is prefill's, where there is a prefill worker."""
+        placement = self.state.placement
+        if placement is None or placement.decode is None:
+            return False
+        own = self.state.num_tokens - len(self.state.tokens_so_far)
+        return own > (0 if placement.prefill is None else 1)
+
+    @property
     def handed_over(self) -> bool:
         """Whether decode produced tokens of blocks that prefill pushed."""
         placement = self.state.placement
-        moved = placement is not None and placement.prefill is not None and placement.decode is not None
-        return moved and self.state.landed
+        return self.decoded and placement is not None and placement.prefill is not None
 
     def want(self) -> Want:
         return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before)

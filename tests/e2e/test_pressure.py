@@ -33,9 +33,9 @@ async def leave_after(client: AsyncClient, case: Case, seconds: float) -> bool:
 
 
 async def test_sequences_preempted_after_their_blocks_came_are_exact(hash_cluster: Cluster) -> None:
-    """Six that grow to 17 blocks each, in a pool of 64."""
+    """Six that grow to 35 blocks each, in a pool of 64."""
     before = preemptions(hash_cluster)
-    await assert_exact(hash_cluster.target, *(case_of(60, 200, seed=s) for s in range(6)))
+    await assert_exact(hash_cluster.target, *(case_of(60, 500, seed=s) for s in range(6)))
     hash_cluster.until("decode preempted", lambda _: preemptions(hash_cluster) > before)
     hash_cluster.until_nothing_is_held()
 
