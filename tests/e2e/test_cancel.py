@@ -28,8 +28,8 @@ STEP_TOKENS = 32
 NUM_BLOCKS = 48
 FLAGS = ("--executor", "hash", "--num-blocks", str(NUM_BLOCKS))
 SLOW = ("--step-tokens", str(STEP_TOKENS), "--step-seconds", str(STEP_S))
-BESIDE = case_of(20, 30, seed=1)
-"""Runs beside what is cancelled: 1.5 s of decode steps."""
+BESIDE = case_of(20, 18, seed=1)
+"""Runs beside what is cancelled: 0.9 s of decode steps."""
 LONG = case_of(640, 8, seed=2)
 """20 chunks, so one second of prefill."""
 
