@@ -12,8 +12,10 @@ from kvrelay.blocks import KVLayout
 from kvrelay.requests import Incarnation, RequestId, WorkerId
 from kvrelay.session import PROTOCOL_VERSION
 
-LEASE_S = 5.0
-"""How long a writer may start writes without renewing; counted by the writer from before it sent open or renew."""
+LEASE_S = 15.0
+"""How long a writer may start writes without renewing; counted by the writer from before it sent open or renew.
+
+Long against a step, since renewals are answered between steps; its end frees nothing."""
 LEASE_MARGIN_S = 1.0
 """The writer stops starting writes this long before its lease ends."""
 

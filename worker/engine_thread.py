@@ -16,12 +16,19 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
+
 from engine.executor import Executor
+from engine.plan import Plan
 from kvrelay.session import Load
 from worker.events import Action, Core, Event
 from worker.mailbox import Mailbox
 
 MAX_IDLE_S = 0.5
+SLOW_TURN_S = 1.5
+"""Near a third of a lease: from here on renewals come late. Said in the log, since it explains what follows."""
+
+log = structlog.get_logger("worker.engine")
 
 
 class EngineThread:
@@ -84,17 +91,34 @@ class EngineThread:
     def _loop(self, core: Core, executor: Executor) -> None:
         busy = False
         while not self._stopping.is_set():
-            for event in self._mailbox.take(self._patience(core, busy)):
+            events = self._mailbox.take(self._patience(core, busy))
+            begun_at = time.monotonic()
+            for event in events:
                 core.handle(event, time.monotonic())
             plan = core.schedule(time.monotonic())
             self._hand_out(core)
             if plan is not None:
+                run_at = time.monotonic()
                 result = executor.run(plan)
+                ran_s = time.monotonic() - run_at
                 core.apply(plan, result, time.monotonic())
                 self._hand_out(core)
+                if time.monotonic() - begun_at > SLOW_TURN_S:
+                    self._say_slow(plan, len(events), time.monotonic() - begun_at, ran_s)
             busy = plan is not None
             self.progress_at = time.monotonic()
             self.load = core.load(self.progress_at)
+
+    @staticmethod
+    def _say_slow(plan: Plan, num_events: int, turn_s: float, ran_s: float) -> None:
+        log.warning(
+            "slow turn: leases and cancels wait for it",
+            seconds=round(turn_s, 3),
+            computing=round(ran_s, 3),
+            sequences=len(plan.slices),
+            tokens=plan.num_tokens,
+            events=num_events,
+        )
 
     def _hand_out(self, core: Core) -> None:
         actions = core.actions(time.monotonic())

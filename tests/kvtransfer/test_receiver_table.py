@@ -227,8 +227,8 @@ def test_the_end_of_a_lease_frees_nothing() -> None:
 def test_a_renewal_moves_the_end_of_the_lease() -> None:
     t = opened()
     assert t.renew(PREFILL, 1, 4.0) == (Reply(PREFILL, Renewed(1, LEASE_S)),)
-    assert t.tick(8.9) == ()
-    assert t.next_deadline() == 9.0
+    assert t.tick(3.9 + LEASE_S) == ()
+    assert t.next_deadline() == 4.0 + LEASE_S
 
 
 def test_a_long_renewed_ticket_hides_no_expired_one() -> None:

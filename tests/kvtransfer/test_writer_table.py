@@ -203,22 +203,23 @@ def test_the_lease_counts_from_before_open_was_sent_and_its_margin_holds() -> No
 def test_the_lease_is_renewed_at_a_third_and_counts_from_before_renew_was_sent() -> None:
     t = opened()
     assert t.next_deadline() == pytest.approx(LEASE_S / 3)
-    assert t.tick(1.6) == ()
-    assert t.tick(1.7) == (Send(DECODE, Renew(1)),)
-    assert t.tick(3.5) == ()  # one at a time
-    assert give(t, (1,), 4.5) == ()
-    (post,) = t.renewed(DECODE, Renewed(1, LEASE_S), 4.6)
+    asked_at = LEASE_S / 3 + 0.1
+    assert t.tick(LEASE_S / 3 - 0.1) == ()
+    assert t.tick(asked_at) == (Send(DECODE, Renew(1)),)
+    assert t.tick(2 * LEASE_S / 3 + 0.2) == ()  # one at a time
+    assert give(t, (1,), LEASE_S - 0.5) == ()
+    (post,) = t.renewed(DECODE, Renewed(1, LEASE_S), LEASE_S - 0.4)
     assert isinstance(post, Post)
-    assert give(t, (2,), 1.7 + LEASE_S - LEASE_MARGIN_S) == ()
+    assert give(t, (2,), asked_at + LEASE_S - LEASE_MARGIN_S) == ()
 
 
 def test_a_lease_that_is_not_renewed_fails_the_attempt_and_fences_once_writes_ended() -> None:
     t = opened()
     give(t, (1,), 1.0)
-    t.tick(1.7)
+    t.tick(LEASE_S / 3 + 0.1)
     assert t.tick(LEASE_S) == (failed("the lease ended without a renewal"),)
-    assert give(t, (2,), 5.1) == (Release((102,)),)
-    assert t.write_done(DECODE, 1, 0, 5.2) == (Release((101,)), FENCED)
+    assert give(t, (2,), LEASE_S + 0.1) == (Release((102,)),)
+    assert t.write_done(DECODE, 1, 0, LEASE_S + 0.2) == (Release((101,)), FENCED)
 
 
 def test_an_open_without_an_answer_is_given_up_and_fenced() -> None:
@@ -254,9 +255,10 @@ def test_an_abort_before_opened_follows_the_open_with_a_fence() -> None:
 def test_a_closing_ticket_keeps_renewing_while_its_writes_run() -> None:
     t = posting()
     t.abort(DECODE, 1, 1.1)
-    assert t.tick(1.7) == (Send(DECODE, Renew(1)),)
-    assert t.aborted(DECODE, AbortedNotice(1, "the ticket is quarantined"), 1.8) == ()
-    assert t.tick(1.7 + LEASE_S / 3 + 0.01) == (Send(DECODE, Renew(1)),)
+    asked_at = LEASE_S / 3 + 0.1
+    assert t.tick(asked_at) == (Send(DECODE, Renew(1)),)
+    assert t.aborted(DECODE, AbortedNotice(1, "the ticket is quarantined"), asked_at + 0.1) == ()
+    assert t.tick(asked_at + LEASE_S / 3 + 0.01) == (Send(DECODE, Renew(1)),)
 
 
 def test_a_failed_write_whose_link_stays_up_ends_the_process_and_is_never_fenced() -> None:
@@ -264,8 +266,8 @@ def test_a_failed_write_whose_link_stays_up_ends_the_process_and_is_never_fenced
     t.write_done(DECODE, 1, 1, 1.1)
     reason = "write of part 0 failed: broken"
     assert t.write_failed(DECODE, 1, 0, "broken", 1.2) == (Count("write_failed"), failed(reason))
-    assert t.next_deadline() == pytest.approx(1.7, abs=0.1)
     verdict_at = 1.2 + FAILED_WRITE_VERDICT_S
+    assert t.next_deadline() == pytest.approx(min(verdict_at, LEASE_S / 3))
     assert not any(isinstance(a, ExitProcess) for a in t.tick(verdict_at - 0.1))
     (exit_process,) = t.tick(verdict_at)
     assert isinstance(exit_process, ExitProcess)
