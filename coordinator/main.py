@@ -30,6 +30,7 @@ from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import KVRelayError, Unavailable
 from kvrelay.requests import Role
 from kvrelay.rpc.interceptors import TracingInterceptor
+from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
 from kvrelay.telemetry import logging, names, tracing
 from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, registry_pb2_grpc
@@ -72,7 +73,9 @@ async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callabl
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-        on_ready(await coordinator.start())
+        address = await coordinator.start()
+        settle()
+        on_ready(address)
         return await coordinator.serve(stopping)
     finally:
         telemetry.close()

@@ -27,6 +27,7 @@ from engine.executor import Executor
 from kvrelay.config import WorkerConfig
 from kvrelay.errors import KVRelayError
 from kvrelay.requests import Incarnation, WorkerId
+from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
 from kvrelay.session import Load, ModelIdentity, WorkerDescription
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
@@ -188,6 +189,7 @@ async def _main(
     await server.set_ready(True)
     registration = Registration(description, config.coordinators, lambda why: shell.quit(EXIT_CONFIG))
     watch = asyncio.ensure_future(_watch_progress(engine, server))
+    settle()
     on_ready(description.address)
     log.info("serving", address=description.address, worker=description.worker_id, incarnation=incarnation)
     await shell.stop.wait()

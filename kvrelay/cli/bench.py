@@ -63,7 +63,9 @@ def _bench(options: BenchOptions) -> int:
     from kvrelay.cli.bench_run import run_bench
     from kvrelay.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, report
     from kvrelay.errors import KVRelayError
+    from kvrelay.rpc.process import settle
 
+    settle()  # a collection of ours would be taken for a late token of the server's
     try:
         return asyncio.run(run_bench(options))
     except KVRelayError as error:
