@@ -25,7 +25,6 @@ class PrefillAttempt:
     started_at: float | None = None
     token_at: float | None = None
     chunks: list[tuple[float, float, int]] = field(default_factory=list)
-    computed: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -171,7 +171,6 @@ class PrefillCore:
         attempt = self._desk.attempts.get(event.key)
         if attempt is None:
             return
-        attempt.computed = True
         key = attempt.key
         started_at = attempt.started_at if attempt.started_at is not None else attempt.received_at
         token_at = attempt.token_at if attempt.token_at is not None else started_at

@@ -178,7 +178,8 @@ async def _main(
     shell = Shell(config, incarnation, Mailbox(), loop, asyncio.Event(), peer_calls)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shell.quit, 0)
-    server = RpcServer()
+    # A stopped prefill worker answers no ping: closing its link would say that it is dead, and it may still write.
+    server = RpcServer(keepalive=False)
     port = server.bind(config.listen)
     engine, executor = await _start_engine(shell, role)
     shell.transport = make_transport(shell, executor)

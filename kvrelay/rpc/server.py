@@ -27,16 +27,22 @@ LAST_WORD_S = 0.25
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
 
-def server_options(max_receive_bytes: int = DEFAULT_MESSAGE_BYTES) -> list[Option]:
-    """Clients may ping while idle; a port in use fails to bind instead of being shared."""
+def server_options(max_receive_bytes: int = DEFAULT_MESSAGE_BYTES, *, keepalive: bool = True) -> list[Option]:
+    """Clients may ping while idle; a port in use fails to bind instead of being shared.
+
+    keepalive: ping clients, and close the connection of one that does not answer.
+    """
+    pings: list[Option] = [
+        ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+    ]
     return [
+        *(pings if keepalive else []),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
-        ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.so_reuseport", 0),
     ]
 
@@ -48,12 +54,15 @@ class RpcServer:
         self,
         *,
         max_receive_bytes: int = DEFAULT_MESSAGE_BYTES,
+        keepalive: bool = True,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self.edge = EdgeInterceptor()
         self.health = health_aio.HealthServicer()
         self.services: list[str] = []
-        self.grpc = grpc.aio.server(interceptors=[self.edge, *interceptors], options=server_options(max_receive_bytes))
+        self.grpc = grpc.aio.server(
+            interceptors=[self.edge, *interceptors], options=server_options(max_receive_bytes, keepalive=keepalive)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
 
     def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> None:

@@ -20,7 +20,7 @@ from opentelemetry.trace import StatusCode
 from kvrelay import errors
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.interceptors import TracingInterceptor
-from kvrelay.rpc.server import RpcServer
+from kvrelay.rpc.server import RpcServer, server_options
 from kvrelay.rpc.status import STATUS_TABLE, from_rpc_error
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -233,6 +233,12 @@ async def test_a_message_over_the_limit_is_refused_and_the_connection_goes_on():
         count, error = await failure(s.generate("say 1 " + "x" * 1000))
         assert (count, type(error)) == (0, errors.ResourceExhausted)
         assert len([m async for m in s.generate("say 2")]) == 2
+
+
+def test_without_keepalive_a_server_closes_no_connection_for_want_of_an_answer():
+    pings = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms"}
+    assert pings <= {name for name, _ in server_options()}
+    assert pings.isdisjoint(name for name, _ in server_options(keepalive=False))
 
 
 async def test_a_port_in_use_is_an_error_that_names_the_address():
