@@ -17,6 +17,7 @@ import structlog
 from coordinator import registry as rg
 from coordinator.loads import WorkerLoad
 from coordinator.router import Snapshot
+from coordinator.session_wire import Dial, dial_worker
 from coordinator.sessions import WorkerSession
 from kvrelay.errors import KVRelayError, NotFound
 from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
@@ -40,12 +41,13 @@ class RosterOwner(Protocol):
 
 
 class Roster:
-    def __init__(self, coordinator_id: str, served: rg.Served) -> None:
+    def __init__(self, coordinator_id: str, served: rg.Served, dial: Dial = dial_worker) -> None:
         self.coordinator_id = coordinator_id
         self.owner: RosterOwner | None = None
         self._state = rg.Registry(served)
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._loads: dict[WorkerId, WorkerLoad] = {}
+        self._dial_worker = dial
         self._serial = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -193,7 +195,7 @@ class Roster:
     def _dial(self, description: WorkerDescription) -> None:
         worker = description.worker_id
         assert worker not in self._sessions, "one session per worker"
-        self._sessions[worker] = WorkerSession(description, self.coordinator_id, self)
+        self._sessions[worker] = WorkerSession(description, self.coordinator_id, self, self._dial_worker)
         self._sessions[worker].start()
 
     def _hang_up(self, action: rg.Hangup) -> None:

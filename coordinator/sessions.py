@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
-import grpc
 import structlog
 
 from coordinator.outbox import CommandOutbox
+from coordinator.session_wire import Dial, SessionCall
 from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
 from kvrelay.liveness import Liveness
-from kvrelay.requests import Role, SessionId
-from kvrelay.rpc.channel import open_channel
-from kvrelay.rpc.convert import command_to_protos, report_from_proto
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.requests import SessionId
 from kvrelay.session import (
     COORDINATOR_GIVES_UP_S,
     HEARTBEAT_S,
@@ -33,7 +29,6 @@ from kvrelay.session import (
     Report,
     WorkerDescription,
 )
-from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("coordinator.session")
 
@@ -51,12 +46,13 @@ class SessionOwner(Protocol):
 class WorkerSession:
     """`start` once; `close` ends it and then `session_down` is not called."""
 
-    def __init__(self, description: WorkerDescription, coordinator_id: str, owner: SessionOwner) -> None:
+    def __init__(self, description: WorkerDescription, coordinator_id: str, owner: SessionOwner, dial: Dial) -> None:
         self.description = description
         self.dialled = description.incarnation
         self.id = SessionId(uuid4().hex)
         self._coordinator_id = coordinator_id
         self._owner = owner
+        self._dial = dial
         self._outbox = CommandOutbox()
         self._something = asyncio.Event()
         now = time.monotonic()
@@ -90,8 +86,6 @@ class WorkerSession:
             raise
         except KVRelayError as error:
             why = error.message
-        except grpc.RpcError as error:
-            why = from_rpc_error(error).message
         except Exception as error:  # a bug of ours must end this session, not the process's other ones
             log.exception("session failed", worker=self.description.worker_id)
             why = f"{type(error).__name__}: {error}"
@@ -99,26 +93,24 @@ class WorkerSession:
 
     async def _talk(self) -> None:
         """Runs reader, writer and watch until the first of them ends; raises what it raised."""
-        async with open_channel(self.description.address) as channel:
-            call, wrap = _open(channel, self.description.role)
+        async with self._dial(self.description) as call:
             tasks = [
                 asyncio.ensure_future(self._read(call)),
-                asyncio.ensure_future(self._write(call, wrap)),
+                asyncio.ensure_future(self._write(call)),
                 asyncio.ensure_future(self._watch()),
             ]
             try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
             finally:
-                call.cancel()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, call: Any) -> None:
-        while (response := await call.read()) is not grpc.aio.EOF:
-            report = report_from_proto(response.report)
+    async def _read(self, call: SessionCall) -> None:
+        while (report := await call.read()) is not None:
             self._window = self._window.heard(time.monotonic())
             if not self._welcomed:
                 self._welcome(report)
@@ -134,15 +126,13 @@ class WorkerSession:
         self.description = report.welcome
         self._owner.session_up(self, report.welcome)
 
-    async def _write(self, call: Any, wrap: Callable[[worker_pb2.Command], Any]) -> None:
-        for frame in command_to_protos(Hello(self._coordinator_id, self.id)):
-            await call.write(wrap(frame))
+    async def _write(self, call: SessionCall) -> None:
+        await call.write(Hello(self._coordinator_id, self.id))
         while True:
             await self._something.wait()
             self._something.clear()
             while self._outbox:
-                for frame in command_to_protos(self._outbox.pop()):
-                    await call.write(wrap(frame))
+                await call.write(self._outbox.pop())
 
     async def _watch(self) -> None:
         while True:
@@ -155,12 +145,3 @@ class WorkerSession:
                 raise Unavailable("the worker does not read its commands")
             self._seq += 1
             self.send(Heartbeat(self._seq, now))
-
-
-def _open(channel: grpc.aio.Channel, role: Role) -> tuple[Any, Callable[[worker_pb2.Command], Any]]:
-    """The call of the role's service, and how its requests hold a command."""
-    if role is Role.PREFILL:
-        prefill = worker_pb2_grpc.PrefillServiceStub(channel).Session()
-        return prefill, lambda command: worker_pb2.PrefillServiceSessionRequest(command=command)
-    decode = worker_pb2_grpc.DecodeServiceStub(channel).Session()
-    return decode, lambda command: worker_pb2.DecodeServiceSessionRequest(command=command)

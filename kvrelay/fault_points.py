@@ -1,4 +1,4 @@
-"""Named places in our own code where a test may let something go wrong. Without one, a point costs a global's read.
+"""Named places in our own code where a test may let something go wrong. Without one, a point costs nothing.
 
 A process takes one order from its environment: KVRELAY_FAULT_POINT="NAME:ACTION:NTH", at the NTH passage of NAME.
 ACTION: kill (SIGKILL), stop (SIGSTOP), raise (FaultInjected). Just before, a line is added to the file that
@@ -35,23 +35,23 @@ NAMES = frozenset(
 ACTIONS = ("kill", "stop", "raise")
 ORDER, PROOF = "KVRELAY_FAULT_POINT", "KVRELAY_FAULT_PROOF"
 
-_handler: Callable[[str], None] | None = None
-
 
 class FaultInjected(Exception):
     """Raised at a fault point on order; nothing in our code expects it."""
 
 
+_handlers: list[Callable[[str], None]] = []
+
+
 def fault_point(name: str) -> None:
     """A place of that name, one of NAMES, was passed."""
-    if _handler is not None:
-        _handler(name)
+    if _handlers:
+        _handlers[0](name)
 
 
 def install(handler: Callable[[str], None] | None) -> None:
     """From now on each passage calls `handler(name)`; None ends that."""
-    global _handler  # the one switch of this process: a point must cost nothing when there is no test
-    _handler = handler
+    _handlers[:] = [] if handler is None else [handler]
 
 
 def obey(env: Mapping[str, str]) -> None:
@@ -59,7 +59,7 @@ def obey(env: Mapping[str, str]) -> None:
     order = env.get(ORDER, "")
     if not order:
         return
-    name, action, nth = (order.split(":") + ["1", "1"])[:3]
+    name, action, nth = [*order.split(":"), "1", "1"][:3]
     if name not in NAMES or action not in ACTIONS or not nth.isdigit():
         raise ValueError(f"{ORDER}={order!r}: NAME:ACTION:NTH with ACTION one of {', '.join(ACTIONS)}")
     left = int(nth)

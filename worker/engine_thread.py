@@ -1,11 +1,7 @@
 """The engine thread: takes events, plans, runs, applies, hands actions out. It waits for nothing but its mailbox.
 
-The life of one turn:
-1. take everything from the mailbox (waiting only when there is nothing to compute, and never past the next timer);
-2. let the core handle each event;
-3. hand out what follows (tickets granted, aborts, parts to post) before computing, so that sends overlap the step;
-4. schedule one step, run it, apply the result;
-5. hand out the step's reports and parts.
+It takes everything from the mailbox (waiting only when there is nothing to compute, and never past the next timer) and
+makes one turn of it (engine_turn), with the computing in the middle.
 
 Any exception ends the process: a dead engine thread must never look like an idle one.
 """
@@ -21,10 +17,10 @@ import structlog
 from engine.executor import Executor
 from engine.plan import Plan
 from kvrelay.session import Load
+from worker.engine_turn import EngineTurn
 from worker.events import Action, Core, Event
 from worker.mailbox import Mailbox
 
-MAX_IDLE_S = 0.5
 SLOW_TURN_S = 1.5
 """Near a third of a lease: from here on renewals come late. Said in the log, since it explains what follows."""
 
@@ -89,20 +85,17 @@ class EngineThread:
             executor.close()
 
     def _loop(self, core: Core, executor: Executor) -> None:
+        turn = EngineTurn(core, self._deliver, time.monotonic)
         busy = False
         while not self._stopping.is_set():
-            events = self._mailbox.take(self._patience(core, busy))
+            events = self._mailbox.take(turn.patience(busy))
             begun_at = time.monotonic()
-            for event in events:
-                core.handle(event, time.monotonic())
-            plan = core.schedule(time.monotonic())
-            self._hand_out(core)
+            plan = turn.begin(events)
             if plan is not None:
                 run_at = time.monotonic()
                 result = executor.run(plan)
                 ran_s = time.monotonic() - run_at
-                core.apply(plan, result, time.monotonic())
-                self._hand_out(core)
+                turn.finish(plan, result)
                 if time.monotonic() - begun_at > SLOW_TURN_S:
                     self._say_slow(plan, len(events), time.monotonic() - begun_at, ran_s)
             busy = plan is not None
@@ -119,15 +112,3 @@ class EngineThread:
             tokens=plan.num_tokens,
             events=num_events,
         )
-
-    def _hand_out(self, core: Core) -> None:
-        actions = core.actions(time.monotonic())
-        if actions:
-            self._deliver(actions)
-
-    @staticmethod
-    def _patience(core: Core, busy: bool) -> float:
-        if busy:
-            return 0.0
-        due = core.next_wake()
-        return MAX_IDLE_S if due is None else min(MAX_IDLE_S, max(0.0, due - time.monotonic()))

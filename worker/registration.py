@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import structlog
 
 from kvrelay.errors import FailedPrecondition, InvalidArgument, KVRelayError
-from kvrelay.rpc.announce import announce
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.announce import Announcer, open_announcer
 from kvrelay.session import WorkerDescription
 
 log = structlog.get_logger("worker.registration")
@@ -20,13 +20,21 @@ SAID_EVERY = 5
 
 
 class Registration:
-    """One task per coordinator. When every coordinator has refused the worker, `on_refused` is called once with why."""
+    """One task per coordinator. When every coordinator has refused the worker, `on_refused` is called once with why.
+
+    reach: opens the way to the coordinator at an address, over which the worker announces itself.
+    """
 
     def __init__(
-        self, description: WorkerDescription, coordinators: Sequence[str], on_refused: Callable[[str], None]
+        self,
+        description: WorkerDescription,
+        coordinators: Sequence[str],
+        on_refused: Callable[[str], None],
+        reach: Callable[[str], AbstractAsyncContextManager[Announcer]] = open_announcer,
     ) -> None:
         self._description = description
         self._on_refused = on_refused
+        self._reach = reach
         self._refusals: dict[str, str | None] = dict.fromkeys(coordinators)
         self._tasks = [asyncio.ensure_future(self._keep_telling(address)) for address in self._refusals]
 
@@ -38,15 +46,15 @@ class Registration:
         await asyncio.gather(*(self._say_goodbye(address) for address in self._refusals), return_exceptions=True)
 
     async def _say_goodbye(self, address: str) -> None:
-        async with open_channel(address) as channel:
-            await announce(channel, self._description, leaving=True)
+        async with self._reach(address) as announce:
+            await announce(self._description, True)
 
     async def _keep_telling(self, address: str) -> None:
         known, failures = "", 0
-        async with open_channel(address) as channel:
+        async with self._reach(address) as announce:
             while True:
                 try:
-                    told = await announce(channel, self._description)
+                    told = await announce(self._description, False)
                     if told != known:
                         log.info("registered", coordinator=told, address=address)
                     known, self._refusals[address], failures = told, None, 0

@@ -1,0 +1,67 @@
+"""A session's stream to one worker over gRPC, in the words of the vocabulary. Knows frames, not what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+import grpc
+
+from kvrelay.requests import Role
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.convert import command_to_protos, report_from_proto
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.session import Command, Report, WorkerDescription
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+
+class SessionCall(Protocol):
+    """An open session. Both raise a KVRelayError when it is broken; `read` returns None when the worker ended it."""
+
+    async def write(self, command: Command) -> None: ...
+
+    async def read(self) -> Report | None: ...
+
+
+Dial = Callable[[WorkerDescription], AbstractAsyncContextManager[SessionCall]]
+"""Leaving the context ends the call, whatever its state."""
+
+
+class _GrpcCall:
+    def __init__(self, call: Any, wrap: Callable[[worker_pb2.Command], Any]) -> None:
+        self._call, self._wrap = call, wrap
+
+    async def write(self, command: Command) -> None:
+        try:
+            for frame in command_to_protos(command):
+                await self._call.write(self._wrap(frame))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def read(self) -> Report | None:
+        try:
+            response = await self._call.read()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return None if response is grpc.aio.EOF else report_from_proto(response.report)
+
+
+@asynccontextmanager
+async def dial_worker(description: WorkerDescription) -> AsyncIterator[SessionCall]:
+    """Opens a session with the worker at this address."""
+    async with open_channel(description.address) as channel:
+        call, wrap = _open(channel, description.role)
+        try:
+            yield _GrpcCall(call, wrap)
+        finally:
+            call.cancel()
+
+
+def _open(channel: grpc.aio.Channel, role: Role) -> tuple[Any, Callable[[worker_pb2.Command], Any]]:
+    """The call of the role's service, and how its requests hold a command."""
+    if role is Role.PREFILL:
+        prefill = worker_pb2_grpc.PrefillServiceStub(channel).Session()
+        return prefill, lambda command: worker_pb2.PrefillServiceSessionRequest(command=command)
+    decode = worker_pb2_grpc.DecodeServiceStub(channel).Session()
+    return decode, lambda command: worker_pb2.DecodeServiceSessionRequest(command=command)
