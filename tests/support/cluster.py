@@ -107,7 +107,7 @@ def running_cluster(log: Path, *flags: str) -> Iterator[Cluster]:
 def is_alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
-        return _state(pid) != "Z"
+        return process_state(pid) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -124,12 +124,13 @@ def standing_still(pid: int) -> Iterator[None]:
     """SIGSTOP for the time of the block; the process is seen to be stopped, not just told to."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: _state(pid) == "T", 2.0, f"process {pid} stands still")
+        until(lambda: process_state(pid) == "T", 2.0, f"process {pid} stands still")
         yield
     finally:
         with suppress(ProcessLookupError):  # killed meanwhile
             os.kill(pid, signal.SIGCONT)
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
+    """The letter of /proc: T stands still, Z is dead and not yet waited for."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,17 +15,24 @@ READY_TIMEOUT_S = 60.0
 
 
 class RoleProcess:
-    """Started at once; `start` again after it ended gives a new incarnation. Logs go to a file of the directory."""
+    """Started at once; `start` again after it ended gives a new incarnation. Logs go to a file of the directory.
 
-    def __init__(self, directory: Path, role: str, *flags: str) -> None:
+    env: variables of the first life only, such as an order to die at a fault point.
+    """
+
+    def __init__(
+        self, directory: Path, role: str, *flags: str, name: str = "", env: Mapping[str, str] | None = None
+    ) -> None:
         self._command = [sys.executable, "-m", "kvrelay.cli.main", role, *flags]
-        self.log = directory / f"{role}-{len(list(directory.iterdir()))}.log"
-        self.start()
+        self.log = directory / f"{name or f'{role}-{len(list(directory.iterdir()))}'}.log"
+        self.start(env)
 
-    def start(self) -> None:
+    def start(self, env: Mapping[str, str] | None = None) -> None:
         """Returns once it said ready; `address` is what it said."""
         with self.log.open("a") as stderr:
-            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            self._process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})}
+            )
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], READY_TIMEOUT_S)
         line = self._process.stdout.readline() if readable else ""
