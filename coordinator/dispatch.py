@@ -1,4 +1,4 @@
-"""Owns every open request: feeds events to its lifecycle and carries out the actions. Knows no protos and no sockets.
+"""Owns every open request: what happens goes to its lifecycle as events. Knows no protos and no sockets.
 
 One event loop, no task per request: reports of workers, calls of handlers and timers come in as plain calls. The
 router runs whenever something changed, once per turn of the loop. Cost per token is what counts here.
@@ -9,34 +9,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 
 import structlog
 
 from coordinator import events as ev
+from coordinator.actions import Actions
+from coordinator.admission import NO_WORKER_GRACE_S, RETRY_AFTER_S, Admission
 from coordinator.lifecycle import accepts, step
-from coordinator.live import Live, Times
+from coordinator.live import Attempt, Live, Times
+from coordinator.moves import end
 from coordinator.output import OutputText
+from coordinator.records import keep_computed, keep_pushed
 from coordinator.roster import Roster
-from coordinator.states import Phase, RequestFacts, State
-from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
+from coordinator.states import Phase, RequestFacts, State, Tries
+from coordinator.stream import StreamBuffer
 from coordinator.waiting import WaitingLine
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, ResourceExhausted, Unavailable
-from kvrelay.requests import FinishReason, RequestId, Role, WorkerId
-from kvrelay.session import Prefill, Report, TokenOut
+from kvrelay.fault_points import fault_point
+from kvrelay.requests import RequestId, Role, WorkerId
+from kvrelay.session import Report, Reserved, TokenOut
 
 log = structlog.get_logger("coordinator.dispatch")
 
 SWEEP_S = 0.5
-NO_WORKER_GRACE_S = 2.0
-"""How long queued requests wait for a role that has no worker any more."""
 STUCK_READER_S = 30.0
 """A client that takes nothing for so long is cut off, however little waits for it."""
-PUSHED_WAIT_S = 0.5
-"""A short answer may be complete before prefill's figures of the hand-off are here; its end waits this long."""
-RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
@@ -48,8 +46,9 @@ class Dispatcher:
         self._queue = WaitingLine(config.local_prefill_below)
         self._serial = 0
         self._pump_scheduled = False
-        self._without: dict[Role, float] = {}
+        self._admission = Admission(config)
         self.counters: Counter[str] = Counter()
+        self._actions = Actions(roster, self._queue, self._live, self.counters, self)
         roster.owner = self
 
     @property
@@ -64,15 +63,9 @@ class Dispatcher:
 
     def check_room(self, needs_decode: bool) -> None:
         """Raises at once what would keep a new request out: no worker, a full queue, too many streams."""
-        for role in (Role.PREFILL, Role.DECODE) if needs_decode else (Role.PREFILL,):
-            if not self._roster.has(role):
-                raise Unavailable(f"no {role} worker has a session here", retry_after_s=RETRY_AFTER_S)
-        if len(self._open) >= self._config.open_limit:
-            limit = self._config.open_limit
-            raise ResourceExhausted(f"{limit} requests are open; that is the limit", retry_after_s=RETRY_AFTER_S)
-        if len(self._queue) >= self._config.queue_limit:
-            limit = self._config.queue_limit
-            raise ResourceExhausted(f"{limit} requests wait already; that is the limit", retry_after_s=RETRY_AFTER_S)
+        now = time.monotonic()
+        self._look(now)
+        self._admission.check(needs_decode, len(self._open), len(self._queue), now)
 
     def submit(self, facts: RequestFacts, text: OutputText, times: Times) -> Live:
         """Takes the request in. The caller reads its stream and calls `leave` once, whatever happens."""
@@ -80,7 +73,9 @@ class Dispatcher:
         if facts.deadline_at is not None and facts.deadline_at <= now:
             raise DeadlineExceeded("the deadline passed before the request was taken in")
         self._serial += 1
-        live = Live(State(facts), self._serial, text, StreamBuffer(self._config.slow_reader_bytes), times)
+        state = State(facts, tries=Tries(self._config.max_attempts))
+        stream = StreamBuffer(self._config.slow_reader_bytes)
+        live = Live(state, self._serial, text, stream, times, Attempt(times.accepted_at))
         self.check_room(live.needs_decode)
         self._live[live.id] = live
         self._open[live.id] = live.stream
@@ -98,7 +93,7 @@ class Dispatcher:
         live = self._live.get(request_id)
         if live is not None:
             self._feed(live, ev.ClientGone())
-            self._forget(live)
+            self._live.pop(live.id, None)
 
     def end_all(self, error: KVRelayError) -> None:
         """Ends every open stream with this error."""
@@ -109,31 +104,35 @@ class Dispatcher:
 
     def on_report(self, worker: WorkerId, report: Report) -> None:
         for reserved in report.reserved:
-            self._roster.answered(worker, reserved.request_id)
-            self._feed_id(reserved.request_id, ev.ReservedBy(worker, reserved.attempt, reserved.ticket))
+            self._answered(worker, reserved)
+            self.feed_id(reserved.request_id, ev.ReservedBy(worker, reserved.attempt, reserved.ticket))
         for r in report.refused:
             event = ev.RefusedBy(worker, r.attempt, r.code, r.message, r.field, r.retry_after_s)
-            self._feed_id(r.request_id, event)
+            self.feed_id(r.request_id, event)
         if report.tokens:
+            fault_point("coordinator.token")
             now = time.monotonic()
             for token in report.tokens:
                 self._token(worker, token, now)
         for landed in report.landed:
-            self._feed_id(landed.request_id, ev.LandedAt(worker, landed.attempt))
+            self.feed_id(landed.request_id, ev.LandedAt(worker, landed.attempt))
         self._keep_records(worker, report)
         for e in report.ended:
-            self._feed_id(e.request_id, ev.WorkerEnded(worker, e.attempt, e.reason, e.code, e.message))
+            self.feed_id(e.request_id, ev.WorkerEnded(worker, e.attempt, e.reason, e.code, e.message))
         if report.load is not None and self._queue:
             self.on_change()
 
     def on_worker_lost(self, worker: WorkerId, why: str) -> None:
+        self._look(time.monotonic())
         for live in list(self._live.values()):
             placement = live.state.placement
-            if placement is not None and placement.role_of(worker) is not None:
-                before = live.state.phase
+            role = placement.role_of(worker) if placement is not None else None
+            if role is Role.PREFILL:
+                live.attempt.prefill_gone = True
+            if role is not None and live.finish is None:
                 self._feed(live, ev.WorkerLost(worker))
-                if before is not Phase.ENDED and live.state.phase is Phase.ENDED:
-                    live.lost_worker = worker
+            elif role is Role.PREFILL:
+                self._actions.deliver(live)
 
     def on_change(self) -> None:
         """Something may let the router place a request: look at the queue once in this turn of the loop."""
@@ -147,20 +146,27 @@ class Dispatcher:
         """Looks twice a second for what no event will tell: roles without workers, clients that read nothing."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            fault_point("coordinator.sweep")
             now = time.monotonic()
             self._sweep_queue(now)
             for stream in list(self._open.values()):
                 if stream.stuck_s(now) > STUCK_READER_S:
                     stream.cut_off(ResourceExhausted(f"the client read nothing for {STUCK_READER_S:.0f} s"))
 
+    def _look(self, now: float) -> None:
+        """Which roles have a worker. Who waits for one that went is told as soon as the wait has become hopeless."""
+        if self._admission.look(self._roster.has, now):
+            at = now + NO_WORKER_GRACE_S
+            asyncio.get_running_loop().call_at(at, self._sweep_queue, at)
+
     def _sweep_queue(self, now: float) -> None:
+        self._look(now)
         for role in Role:
-            if self._roster.has(role):
-                self._without.pop(role, None)
-            elif now - self._without.setdefault(role, now) >= NO_WORKER_GRACE_S:
-                error = Unavailable(f"no {role} worker is left", retry_after_s=RETRY_AFTER_S)
+            if self._admission.hopeless(role, now):
                 for live in self._queue.lives():
                     if role is Role.PREFILL or live.needs_decode:
+                        before = f": {live.lost[-1].loss.words}" if live.lost and live.lost[-1].loss else ""
+                        error = Unavailable(f"no {role} worker is left{before}", retry_after_s=RETRY_AFTER_S)
                         self._feed(live, ev.StreamFailed(error))
 
     # events in
@@ -187,21 +193,27 @@ class Dispatcher:
             stop = ev.StopStringHit(worker, token.attempt, token.index, token.token_id)
             self._feed(live, stop if hit else event, now)
 
+    def _answered(self, worker: WorkerId, reserved: Reserved) -> None:
+        """An answer to an older attempt says nothing of what the worker knows of this one."""
+        live = self._live.get(reserved.request_id)
+        if live is not None and live.state.attempt == reserved.attempt:
+            self._roster.answered(worker, reserved.request_id)
+
     def _keep_records(self, worker: WorkerId, report: Report) -> None:
         for pushed in report.pushed:
             live = self._live.get(pushed.request_id)
-            if live is not None and pushed.attempt == live.state.attempt:
-                live.pushed = pushed
+            if live is not None:
+                keep_pushed(live, worker, pushed)
                 self._feed(live, ev.PushedBy(worker, pushed.attempt))
-                if live.finish is not None:
-                    self._deliver_finish(live)
+                if live.attempt.pushed is not None:
+                    self._actions.deliver(live)
         for record in report.records:
             live = self._live.get(record.request_id)
-            placement = live.state.placement if live else None
-            if live and placement and record.attempt == live.state.attempt and worker == placement.prefill:
-                live.prefill_record = record
+            if live is not None:
+                keep_computed(live, worker, record)
 
-    def _feed_id(self, request_id: RequestId, event: ev.Event) -> None:
+    def feed_id(self, request_id: RequestId, event: ev.Event) -> None:
+        """One event into the request of this id; void when there is none any more."""
         live = self._live.get(request_id)
         if live is not None:
             self._feed(live, event)
@@ -214,126 +226,38 @@ class Dispatcher:
         except Exception:
             log.exception("request failed", request=live.id, cause=type(event).__name__)
             self.counters["bugs"] += 1
-            live.state = replace(live.state, phase=Phase.ENDED)
-            self._fail(live, ev.Fail(Internal("internal error; see the server's log")), now)
+            live.state, actions = end(live.state, ev.Fail(Internal("internal error; see the server's log")))
+            for action in actions:
+                self._actions.carry_out(live, action, now)
 
     def _step(self, live: Live, event: ev.Event, now: float) -> None:
         before = live.state.phase
         live.state, actions = step(live.state, event, now)
         kind = type(event)
-        if kind is ev.ReservedBy and before is Phase.RESERVING:
-            live.times.reserved_at = now
-        elif kind is ev.LandedAt and live.state.landed:
-            live.times.landed_at = now
+        if kind is ev.ReservedBy and live.state.phase is not before:
+            live.attempt.reserved_at = now
+        elif kind is ev.LandedAt and live.state.landed and live.attempt.landed_at is None:
+            live.attempt.landed_at = now
         for action in actions:
-            CARRY_OUT[type(action)](self, live, action, now)
+            self._actions.carry_out(live, action, now)
         if live.too_slow and live.state.phase is not Phase.ENDED:
             self._step(live, ev.ReaderTooSlow(), now)
-
-    # actions out
-
-    def _emit(self, live: Live, action: ev.Emit, now: float) -> None:
-        live.journal.append(action.index, action.token_id, now)
-        item = TokenItem(action.index, action.token_id, live.pending_text, now - live.times.accepted_at)
-        live.too_slow = not live.stream.put(item)
-
-    def _send(self, live: Live, action: ev.SendCommand, now: float) -> None:
-        self._roster.send(action.worker, action.command)
-        if type(action.command) is Prefill:
-            self._roster.sent(action.worker, live.id)
-            live.times.prefill_sent_at = now
-
-    def _release(self, live: Live, action: ev.ReleasePlacement, now: float) -> None:
-        for worker in (action.prefill, action.decode):
-            if worker is not None:
-                self._roster.release(worker, live.id)
-        self.on_change()
-
-    def _requeue(self, live: Live, action: ev.Requeue, now: float) -> None:
-        live.not_before = action.not_before
-        self.counters["requeued"] += 1
-        self._queue.add(live)
-        asyncio.get_running_loop().call_at(action.not_before, self.on_change)
-
-    def _finish(self, live: Live, action: ev.Finish, now: float) -> None:
-        live.finish, live.outcome = action.reason, action.reason.value
-        self._ended(live, now)
-        if live.handed_over and live.pushed is None:
-            asyncio.get_running_loop().call_later(PUSHED_WAIT_S, self._deliver_finish, live)
-        else:
-            self._deliver_finish(live)
-
-    def _deliver_finish(self, live: Live) -> None:
-        if self._live.get(live.id) is not live or live.finish is None:
-            return
-        try:
-            live.stream.put(self._finish_item(live, live.finish))
-        except Exception:
-            log.exception("finishing the text failed", request=live.id)
-            live.stream.put(ErrorItem(Internal("detokenizing failed")))
-        self._forget(live)
-
-    def _finish_item(self, live: Live, reason: FinishReason) -> FinishItem:
-        placement = live.state.placement
-        return FinishItem(
-            reason=reason,
-            text=live.text.finish(),
-            completion_tokens=live.state.num_tokens,
-            cached_tokens=live.cached_tokens,
-            offset_s=(live.times.ended_at or 0.0) - live.times.accepted_at,
-            prefill_worker=(placement.prefill if placement else None) or "",
-            decode_worker=((placement.decode if placement else None) or "") if live.decoded else "",
-            pushed=live.pushed if live.handed_over else None,
-        )
-
-    def _fail(self, live: Live, action: ev.Fail, now: float) -> None:
-        live.outcome = type(action.error).__name__
-        self._ended(live, now)
-        if live.too_slow:
-            live.stream.cut_off(action.error)
-        else:
-            live.stream.put(ErrorItem(action.error))
-        self._forget(live)
-
-    def _drop(self, live: Live, action: ev.Drop, now: float) -> None:
-        self.counters[f"dropped.{action.what}"] += 1
-
-    def _ended(self, live: Live, now: float) -> None:
-        live.times.ended_at = now
-        self.counters[f"outcome.{live.outcome}"] += 1
-        self.counters["tokens"] += live.state.num_tokens
-        self._queue.remove(live)
-        if live.deadline is not None:
-            live.deadline.cancel()
-
-    def _forget(self, live: Live) -> None:
-        self._live.pop(live.id, None)
 
     # the queue
 
     def _pump(self) -> None:
         """Places requests until nobody can be placed."""
         self._pump_scheduled = False
+        self._look(time.monotonic())
         while self._queue:
             now = time.monotonic()
             found = self._queue.take(self._roster.snapshot(), now)
             if found is None:
                 return
             live, placement = found
-            live.times.routed_at = now
+            live.attempt.placement, live.attempt.routed_at = placement, now
             for worker in (placement.prefill, placement.decode):
                 if worker is not None:
                     self._roster.assign(worker, live.id, live.num_known_tokens)
-            live.times.placed_at = time.monotonic()
+            live.attempt.placed_at = time.monotonic()
             self._feed(live, ev.Place(placement, live.journal.token_ids))
-
-
-CARRY_OUT: dict[type, Callable[..., None]] = {
-    ev.Emit: Dispatcher._emit,
-    ev.SendCommand: Dispatcher._send,
-    ev.Requeue: Dispatcher._requeue,
-    ev.ReleasePlacement: Dispatcher._release,
-    ev.Finish: Dispatcher._finish,
-    ev.Fail: Dispatcher._fail,
-    ev.Drop: Dispatcher._drop,
-}

@@ -5,6 +5,7 @@ Errors that a worker reports travel as the name of their class in kvrelay.errors
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from kvrelay import errors
@@ -26,6 +27,24 @@ class Placement:
         if worker == self.prefill:
             return Role.PREFILL
         return Role.DECODE if worker == self.decode else None
+
+
+class Cause(enum.Enum):
+    """Why an attempt came to nothing without the request being at fault; counted by value."""
+
+    LOST = "worker_lost"
+    FAILED = "worker_failed"
+    GAVE_UP = "worker_gave_up"
+    NOT_TAKEN = "worker_not_taking"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What became of an attempt that another one makes good. words: for people, they name the worker."""
+
+    cause: Cause
+    worker: WorkerId
+    words: str
 
 
 # Events
@@ -107,6 +126,13 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckBackDue:
+    """The time that a CheckBack action asked for has come; void once the attempt is another one."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClientGone:
     pass
 
@@ -138,6 +164,7 @@ Event = (
     | PushedBy
     | WorkerEnded
     | WorkerLost
+    | CheckBackDue
     | ClientGone
     | DeadlinePassed
     | ReaderTooSlow
@@ -164,9 +191,18 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Back into the queue, at its old place; not to be placed before this time."""
+    """Back into the queue, at its old place; not to be placed before this time. loss None: there was no room."""
 
     not_before: float
+    loss: Loss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckBack:
+    """Feed CheckBackDue of this attempt at that time."""
+
+    attempt: int
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +220,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
+    """loss: of the last attempt, when that is why."""
+
     error: KVRelayError
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +233,7 @@ class Drop:
     what: str
 
 
-Action = SendCommand | Emit | Requeue | ReleasePlacement | Finish | Fail | Drop
+Action = SendCommand | Emit | Requeue | CheckBack | ReleasePlacement | Finish | Fail | Drop
 
 
 def error_named(code: str, message: str, field: str = "", retry_after_s: float | None = None) -> KVRelayError:

@@ -6,6 +6,9 @@
 4. DECODING    token 0 is journaled and Start is sent; the blocks may or may not have landed
 5. ENDED       exactly one Finish or Fail was returned; nothing that comes later has an effect
 
+A worker that is lost, gives up or fails with what may be tried again sends the request from any phase back to QUEUED
+with the tokens so far (coordinator.moves).
+
 A token counts only if its attempt is current, it comes from the worker whose turn it is, and its index is the number
 of tokens journaled. Each new placement is a new attempt; what an older one still says is dropped.
 """
@@ -18,6 +21,8 @@ from typing import Any
 
 from coordinator.events import (
     Action,
+    Cause,
+    CheckBackDue,
     ClientGone,
     DeadlinePassed,
     Drop,
@@ -26,12 +31,12 @@ from coordinator.events import (
     Fail,
     Finish,
     LandedAt,
+    Loss,
     Place,
     PushedBy,
     ReaderTooSlow,
     RefusedBy,
     ReleasePlacement,
-    Requeue,
     ReservedBy,
     SendCommand,
     StopStringHit,
@@ -41,20 +46,11 @@ from coordinator.events import (
     WorkerLost,
     error_named,
 )
-from coordinator.states import Phase, State
+from coordinator.moves import Step, end, lost, move, no_room, without
+from coordinator.states import Phase, State, work_of
 from kvrelay import errors
-from kvrelay.requests import FinishReason, Role, WorkerId
-from kvrelay.session import Abort, Destination, Prefill, Reserve, Start, Work
-
-FIRST_RETRY_S = 0.02
-LONGEST_RETRY_S = 1.0
-MAX_UNAVAILABLE = 5
-"""A request is placed anew so often when workers say that they are not available; then the client hears it."""
-WORKER_EXTRA_S = 1.0
-"""Workers get this much more time than the client: the coordinator enforces the deadline, they only back it up."""
-
-
-Step = tuple[State, list[Action]]
+from kvrelay.requests import FinishReason, Role
+from kvrelay.session import Destination, Prefill, Reserve, Start
 
 
 def step(state: State, event: Event, now: float) -> Step:
@@ -81,7 +77,7 @@ def _place(state: State, event: Place, now: float) -> Step:
     state = replace(
         state, placement=placement, tokens_so_far=event.tokens_so_far, prefill_ended=placement.prefill is None
     )
-    work = _work(state, now)
+    work = work_of(state, now)
     if placement.decode is None:
         assert placement.prefill is not None
         state = replace(state, phase=Phase.PREFILLING, decode_ended=True)
@@ -100,7 +96,7 @@ def _reserved(state: State, event: ReservedBy, now: float) -> Step:
     if placement.prefill is None:
         return replace(state, phase=Phase.DECODING, landed=True), []
     destination = Destination(placement.decode, placement.decode_address, event.ticket)
-    command = Prefill(_work(state, now), destination)
+    command = Prefill(work_of(state, now), destination)
     return replace(state, phase=Phase.PREFILLING), [SendCommand(placement.prefill, command)]
 
 
@@ -109,26 +105,17 @@ def _refused(state: State, event: RefusedBy, now: float) -> Step:
 
     Any other refusal is the client's answer.
     """
-    role = _role_of(state, event.worker, event.attempt)
+    role = state.role_of(event.worker, event.attempt)
     if role is None:
         return _drop(state, event, now)
-    state = _mark_ended(state, role)
-    going = event.code == errors.Unavailable.__name__ and state.refusals < MAX_UNAVAILABLE
-    if going or event.code == errors.ResourceExhausted.__name__:
-        return _back_to_queue(state, now)
-    return _end(state, Fail(error_named(event.code, event.message, event.field, event.retry_after_s)))
-
-
-def _back_to_queue(state: State, now: float) -> Step:
-    wait = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(state.refusals, 16))
-    actions = [*_aborts(state), ReleasePlacement(state.prefiller(), state.decoder()), Requeue(now + wait)]
-    fresh = State(
-        state.facts,
-        attempt=state.attempt + 1,
-        num_tokens=state.num_tokens,
-        refusals=state.refusals + 1,
-    )
-    return fresh, actions
+    state = state.with_ended(role)
+    if event.code == errors.ResourceExhausted.__name__:
+        return no_room(state, now)
+    error = error_named(event.code, event.message, event.field, event.retry_after_s)
+    if not error.retryable:
+        return end(state, Fail(error))
+    words = f"{role} worker {event.worker} did not take it: {event.message}"
+    return move(state, Loss(Cause.NOT_TAKEN, event.worker, words), now)
 
 
 # PREFILLING and DECODING
@@ -149,7 +136,7 @@ def _token(state: State, event: TokenArrived | StopStringHit, now: float) -> Ste
 
 
 def _counted(state: State) -> State:
-    """One token more; a token of decode proves that the blocks landed. Spelled out: this runs once per token."""
+    """One token more; one of decode proves that the blocks landed: no doubt is left. Spelled out: it runs per token."""
     return State(
         state.facts,
         state.phase,
@@ -160,7 +147,7 @@ def _counted(state: State) -> State:
         state.landed or state.phase is Phase.DECODING,
         state.prefill_ended,
         state.decode_ended,
-        state.refusals,
+        state.tries,
     )
 
 
@@ -185,41 +172,43 @@ def _finish(state: State, emit: Emit, reason: FinishReason | None, by_text: bool
         state = replace(state, prefill_ended=True, decode_ended=not by_text)
     elif state.decoder() is None:
         state = replace(state, prefill_ended=True)
-    ended, actions = _end(state, Finish(reason))
+    ended, actions = end(state, Finish(reason))
     return ended, [emit, *actions]
 
 
 def _landed(state: State, event: LandedAt, now: float) -> Step:
-    if _role_of(state, event.worker, event.attempt) is None:
+    if state.role_of(event.worker, event.attempt) is None:
         return _drop(state, event, now)
-    return replace(state, landed=True), []
+    return replace(state, landed=True, in_doubt=None), []
 
 
 def _pushed(state: State, event: PushedBy, now: float) -> Step:
-    """Only a measurement: the caller keeps it for the trace."""
-    if _role_of(state, event.worker, event.attempt) is not Role.PREFILL:
+    """A measurement that the caller keeps for the trace. Prefill makes it when decode has told it of landed."""
+    if state.role_of(event.worker, event.attempt) is not Role.PREFILL:
         return _drop(state, event, now)
-    return state, []
+    return replace(state, landed=True, in_doubt=None), []
 
 
 def _worker_ended(state: State, event: WorkerEnded, now: float) -> Step:
-    """Fine for a prefill worker that did its part; anything else means that the tokens will not come."""
-    role = _role_of(state, event.worker, event.attempt)
+    """Fine for a prefill worker that did its part; else the tokens will not come from here."""
+    role = state.role_of(event.worker, event.attempt)
     if role is None:
         return _drop(state, event, now)
-    state = _mark_ended(state, role)
+    state = state.with_ended(role)
     if role is Role.PREFILL and state.phase is Phase.DECODING and (event.reason in ("stop", "length") or state.landed):
-        return state, []
-    return _end(state, Fail(_error_of_end(state, event, role)))
-
-
-def _error_of_end(state: State, event: WorkerEnded, role: Role) -> errors.KVRelayError:
+        return replace(state, landed=True, in_doubt=None), []
     who = f"{role} worker {event.worker}"
-    if event.reason == "failed":
-        return error_named(event.code, f"{who}: {event.message}{_other_end(state, role)}")
     if event.reason == "aborted":
-        return errors.Unavailable(f"{who} gave the request up: {event.message or 'aborted'}")
-    return errors.Internal(f"{who} ended the sequence ({event.reason}) before the request was complete")
+        words = f"{who} gave the request up: {event.message or 'aborted'}"
+        return without(state, role, Loss(Cause.GAVE_UP, event.worker, words), now)
+    if event.reason != "failed":
+        early = f"{who} ended the sequence ({event.reason}) before the request was complete"
+        return end(state, Fail(errors.Internal(early)))
+    words = f"{who}: {event.message}{_other_end(state, role)}"
+    error = error_named(event.code, words)
+    if error.retryable:
+        return without(state, role, Loss(Cause.FAILED, event.worker, words), now)
+    return end(state, Fail(error))
 
 
 def _other_end(state: State, role: Role) -> str:
@@ -231,86 +220,40 @@ def _other_end(state: State, role: Role) -> str:
 
 
 def _worker_lost(state: State, event: WorkerLost, now: float) -> Step:
-    """Where a move to another placement will start. A prefill worker whose blocks have all landed is not missed."""
-    role = _role_of(state, event.worker, state.attempt)
+    role = state.role_of(event.worker, state.attempt)
     if role is None:
         return _drop(state, event, now)
-    state = _mark_ended(state, role)
-    if role is Role.PREFILL and state.phase is Phase.DECODING and state.landed:
-        return state, []
-    return _end(state, Fail(errors.Unavailable(f"{role} worker {event.worker} was lost", retry_after_s=1.0)))
+    return without(state.with_ended(role), role, lost(event.worker, role), now)
+
+
+def _check_back(state: State, event: CheckBackDue, now: float) -> Step:
+    """Decode has not said in time that nothing is missing."""
+    if event.attempt != state.attempt or state.in_doubt is None:
+        return _drop(state, event, now)
+    return move(state, state.in_doubt, now)
 
 
 # Every phase
 
 
 def _client_gone(state: State, event: ClientGone, now: float) -> Step:
-    return _end(state, Fail(errors.Cancelled("the client left")))
+    return end(state, Fail(errors.Cancelled("the client left")))
 
 
 def _deadline_passed(state: State, event: DeadlinePassed, now: float) -> Step:
-    return _end(state, Fail(errors.DeadlineExceeded(f"deadline passed while {state.phase.value}")))
+    return end(state, Fail(errors.DeadlineExceeded(f"deadline passed while {state.phase.value}")))
 
 
 def _reader_too_slow(state: State, event: ReaderTooSlow, now: float) -> Step:
-    return _end(state, Fail(errors.ResourceExhausted("the reader is too slow; its stream was cut")))
+    return end(state, Fail(errors.ResourceExhausted("the reader is too slow; its stream was cut")))
 
 
 def _stream_failed(state: State, event: StreamFailed, now: float) -> Step:
-    return _end(state, Fail(event.error))
+    return end(state, Fail(event.error))
 
 
 def _drop(state: State, event: Event, now: float) -> Step:
     return state, [Drop(type(event).__name__)]
-
-
-def _end(state: State, last: Finish | Fail) -> Step:
-    """Tells every worker that may still hold something, gives the placement back, says the one last word."""
-    actions: list[Action] = [*_aborts(state)]
-    if state.placement is not None:
-        actions.append(ReleasePlacement(state.prefiller(), state.decoder()))
-    actions.append(last)
-    return replace(state, phase=Phase.ENDED), actions
-
-
-def _aborts(state: State) -> list[Action]:
-    """Decode first: its blocks are what others wait for. In RESERVING prefill has not heard of the attempt yet."""
-    abort = Abort(state.facts.request_id, state.attempt)
-    actions: list[Action] = []
-    decode, prefill = state.decoder(), state.prefiller()
-    if decode is not None and not state.decode_ended:
-        actions.append(SendCommand(decode, abort))
-    if prefill is not None and not state.prefill_ended and state.phase is not Phase.RESERVING:
-        actions.append(SendCommand(prefill, abort))
-    return actions
-
-
-def _mark_ended(state: State, role: Role) -> State:
-    return replace(state, prefill_ended=True) if role is Role.PREFILL else replace(state, decode_ended=True)
-
-
-def _role_of(state: State, worker: WorkerId, attempt: int) -> Role | None:
-    """The role this worker has in the current attempt, None if it has none or speaks of another attempt."""
-    if state.placement is None or attempt != state.attempt:
-        return None
-    return state.placement.role_of(worker)
-
-
-def _work(state: State, now: float) -> Work:
-    facts = state.facts
-    left = None if facts.deadline_at is None else max(0.0, facts.deadline_at - now) + WORKER_EXTRA_S
-    return Work(
-        request_id=facts.request_id,
-        attempt=state.attempt,
-        token_ids=facts.prompt_ids + state.tokens_so_far,
-        num_prompt_tokens=len(facts.prompt_ids),
-        sampling=facts.sampling,
-        stop=facts.stop,
-        tenant=facts.tenant,
-        cache_salt=facts.cache_salt,
-        deadline_s=left,
-        traceparent=facts.traceparent,
-    )
 
 
 _ALWAYS: dict[type, Callable[[State, Any, float], Step]] = {
@@ -326,6 +269,7 @@ _WITH_WORKERS: dict[type, Callable[[State, Any, float], Step]] = {
     RefusedBy: _refused,
     WorkerEnded: _worker_ended,
     WorkerLost: _worker_lost,
+    CheckBackDue: _drop,
     LandedAt: _drop,
     PushedBy: _drop,
     TokenArrived: _drop,
@@ -335,6 +279,7 @@ _RUNNING: dict[type, Callable[[State, Any, float], Step]] = {
     **_WITH_WORKERS,
     TokenArrived: _token,
     StopStringHit: _token,
+    CheckBackDue: _check_back,
     LandedAt: _landed,
     PushedBy: _pushed,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from coordinator.events import Loss, Placement
 from coordinator.journal import Journal
 from coordinator.output import OutputText
 from coordinator.router import Want
@@ -16,39 +17,57 @@ from kvrelay.session import ComputeRecord, Pushed
 
 @dataclass(slots=True)
 class Times:
-    """Seconds on the loop's clock; None until it happened. A new attempt writes over what the old one left."""
+    """Of the whole request; seconds on the loop's clock, None until it happened."""
 
     accepted_at: float
     accepted_ns: int
+    ended_at: float | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What is known of one try. first_index: of the token it begins with. Times as in Times, lost_at with the loss.
+
+    An attempt that found no room is written over by the next one; one that was lost is kept for the trace.
+    prefill_gone: no figures of the hand-off will come any more.
+    """
+
+    queued_at: float
+    number: int = 0
+    first_index: int = 0
+    placement: Placement | None = None
     routed_at: float | None = None
     placed_at: float | None = None
     reserved_at: float | None = None
     prefill_sent_at: float | None = None
     landed_at: float | None = None
-    ended_at: float | None = None
+    pushed: Pushed | None = None
+    prefill_record: ComputeRecord | None = None
+    prefill_gone: bool = False
+    loss: Loss | None = None
+    lost_at: float | None = None
 
 
 @dataclass(slots=True)
 class Live:
-    """order: place in the queue, kept when the request comes back to it."""
+    """order: place in the queue, kept when the request comes back to it. lost: earlier attempts, oldest first."""
 
     state: State
     order: int
     text: OutputText
     stream: StreamBuffer
     times: Times
+    attempt: Attempt
     journal: Journal = field(default_factory=Journal)
+    lost: list[Attempt] = field(default_factory=list)
     pending_text: str = ""
     too_slow: bool = False
     blocked_since: float | None = None
     not_before: float = 0.0
     deadline: asyncio.TimerHandle | None = None
     cached_tokens: int = 0
-    pushed: Pushed | None = None
-    prefill_record: ComputeRecord | None = None
     finish: FinishReason | None = None
     outcome: str = ""
-    lost_worker: str = ""
 
     @property
     def facts(self) -> RequestFacts:
@@ -79,9 +98,17 @@ class Live:
 
     @property
     def handed_over(self) -> bool:
-        """Whether decode produced tokens of blocks that prefill pushed."""
+        """Whether decode produced tokens of blocks that prefill pushed in this attempt."""
         placement = self.state.placement
         return self.decoded and placement is not None and placement.prefill is not None
 
     def want(self) -> Want:
         return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before)
+
+    def anew(self, loss: Loss | None, now: float) -> None:
+        """Nothing that is known of the attempt before holds for the one that the state speaks of now."""
+        queued_at = self.attempt.queued_at
+        if loss is not None:
+            self.attempt.loss, self.attempt.lost_at, queued_at = loss, now, now
+            self.lost.append(self.attempt)
+        self.attempt = Attempt(queued_at, self.state.attempt, self.state.num_tokens)

@@ -215,6 +215,7 @@ def finished_message(item: FinishItem, live: Live) -> inference_pb2.GenerateResp
         offset_s=item.offset_s,
         prefill_worker=item.prefill_worker,
         decode_worker=item.decode_worker,
+        migrations=item.migrations,
     )
     pushed = item.pushed
     if pushed is not None:

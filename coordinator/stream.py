@@ -28,7 +28,10 @@ class TokenItem:
 
 @dataclass(frozen=True, slots=True)
 class FinishItem:
-    """text: held back until the end. pushed: what the hand-off cost, None if nothing was handed over."""
+    """text: held back until the end. pushed: what the hand-off cost, None if nothing was handed over.
+
+    migrations: how often the request was moved to another placement.
+    """
 
     reason: FinishReason
     text: str
@@ -38,6 +41,7 @@ class FinishItem:
     prefill_worker: str
     decode_worker: str
     pushed: Pushed | None
+    migrations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,39 +5,58 @@ Durations that a worker measured are laid where our own clock saw their beginnin
 
 from __future__ import annotations
 
-from coordinator.live import Live
-from kvrelay.telemetry.request_trace import Chunk, Interval, RequestTrace
+from coordinator.live import Attempt, Live
+from kvrelay.telemetry.request_trace import AttemptTrace, Chunk, Interval, RequestTrace
 
 
 def trace_of(live: Live, model: str, now: float) -> RequestTrace:
     """The record of a request at its end; also of one that was cut off (`now` is then its end)."""
-    times, placement = live.times, live.state.placement
-    start = times.accepted_at
-    ended = (times.ended_at or now) - start
-    tokens = tuple(t - start for t in live.journal.times)
-    placed, routed = _since(start, times.placed_at), _since(start, times.routed_at)
-    reserved, sent = _since(start, times.reserved_at), _since(start, times.prefill_sent_at)
-    first = tokens[0] if tokens else ended
-    pushed, landed = live.pushed, _since(start, times.landed_at)
+    start = live.times.accepted_at
+    ended = (live.times.ended_at or now) - start
+    offsets = tuple(t - start for t in live.journal.times)
+    tries = [*live.lost, live.attempt]
     return RequestTrace(
         request_id=live.id,
-        accepted_ns=times.accepted_ns,
-        ended_s=ended,
+        accepted_ns=live.times.accepted_ns,
         outcome=live.outcome or "Cancelled",
+        attempts=tuple(_attempt_trace(live, tries, i, offsets, ended) for i in range(len(tries))),
         model=model,
         prompt_tokens=len(live.facts.prompt_ids),
         cached_tokens=live.cached_tokens,
+    )
+
+
+def _attempt_trace(
+    live: Live, tries: list[Attempt], i: int, offsets: tuple[float, ...], request_ended: float
+) -> AttemptTrace:
+    """offsets: of all tokens of the request, request_ended: both in seconds from accept."""
+    attempt, start = tries[i], live.times.accepted_at
+    later = tries[i + 1] if i + 1 < len(tries) else None
+    lost = _since(start, attempt.lost_at)
+    ended = request_ended if lost is None else lost
+    tokens = offsets[attempt.first_index : later.first_index if later else None]
+    placed, routed, sent = (_since(start, at) for at in (attempt.placed_at, attempt.routed_at, attempt.prefill_sent_at))
+    first = tokens[0] if tokens else ended
+    pushed, landed, placement, loss = attempt.pushed, _since(start, attempt.landed_at), attempt.placement, attempt.loss
+    decode = (placement.decode if placement else None) or ""
+    on_decode = len(tokens) > 1 or (tokens and decode and (later is not None or live.handed_over))
+    return AttemptTrace(
+        ended_s=ended,
+        number=attempt.number,
+        first_index=attempt.first_index,
         token_offsets_s=tokens,
         prefill_worker=(placement.prefill if placement else None) or "",
-        decode_worker=(placement.decode if placement else None) or "",
-        lost_worker=live.lost_worker,
-        queue=Interval(0.0, routed if routed is not None else ended),
+        decode_worker=decode,
+        lost_worker=loss.worker if loss else "",
+        cause=loss.cause.value if loss else "",
+        migrated_s=None if later is None else _migrated(later, start, offsets, request_ended),
+        queue=Interval(attempt.queued_at - start, routed if routed is not None else ended),
         place=_between(routed, placed, ended),
-        reserve=_between(placed, reserved, ended) if placement and placement.decode else None,
+        reserve=_between(placed, _since(start, attempt.reserved_at), ended) if decode else None,
         prefill=_between(sent, first, ended),
-        chunks=_chunks(live, sent),
+        chunks=_chunks(attempt, sent),
         push=Interval(landed - pushed.seconds, landed) if pushed and landed is not None else None,
-        decode=Interval(first, ended) if len(tokens) > 1 or (tokens and live.handed_over) else None,
+        decode=Interval(first, ended) if on_decode else None,
         transport=pushed.transport if pushed else "",
         num_blocks=pushed.num_blocks if pushed else 0,
         num_bytes=pushed.num_bytes if pushed else 0,
@@ -45,17 +64,23 @@ def trace_of(live: Live, model: str, now: float) -> RequestTrace:
     )
 
 
+def _migrated(later: Attempt, start: float, offsets: tuple[float, ...], request_ended: float) -> float:
+    """When the next attempt brought its first token, was lost itself, or the request ended."""
+    ended = request_ended if later.lost_at is None else later.lost_at - start
+    return min([ended, *offsets[later.first_index : later.first_index + 1]])
+
+
 def _since(start: float, at: float | None) -> float | None:
     return None if at is None else at - start
 
 
 def _between(start: float | None, end: float | None, ended: float) -> Interval | None:
-    """None when it never began; up to the request's end when it did not end before."""
+    """None when it never began; up to the attempt's end when it did not end before."""
     return None if start is None else Interval(start, ended if end is None else end)
 
 
-def _chunks(live: Live, sent: float | None) -> tuple[Chunk, ...]:
-    record = live.prefill_record
+def _chunks(attempt: Attempt, sent: float | None) -> tuple[Chunk, ...]:
+    record = attempt.prefill_record
     if record is None or sent is None:
         return ()
     return tuple(Chunk(sent + offset, sent + offset + seconds, n) for offset, seconds, n in record.chunks)

@@ -13,17 +13,22 @@ DEFAULT_TARGET = "127.0.0.1:50061"
 EXECUTORS = ("torch", "hash", "scripted")
 TRANSPORTS = ("nixl", "grpc")
 DTYPES = ("bfloat16", "float32")
+MAX_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """queue_limit: requests waiting for a placement; one more is refused at once with RESOURCE_EXHAUSTED."""
+    """queue_limit: requests waiting for a placement; one more is refused at once with RESOURCE_EXHAUSTED.
+
+    max_attempts: attempts of one request that may be lost with their workers; then it ends ABORTED.
+    """
 
     listen: str = DEFAULT_TARGET
     model: str = "smollm2-135m-instruct"
     executor: str = "torch"
     queue_limit: int = 256
     open_limit: int = 1024
+    max_attempts: int = MAX_ATTEMPTS
     local_prefill_below: int = 0
     max_request_bytes: int = 8 * 1024 * 1024
     slow_reader_bytes: int = 1024 * 1024
@@ -34,7 +39,10 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One prefill or decode worker. num_blocks 0: as many as pool_mb holds. advertise "": the listen address."""
+    """One prefill or decode worker. num_blocks 0: as many as pool_mb holds. advertise "": the listen address.
+
+    drain_grace_s: from SIGTERM to the end. verify_kv: prefill sends checksums of its blocks, decode checks them.
+    """
 
     role: Role
     listen: str = "127.0.0.1:0"
@@ -57,6 +65,8 @@ class WorkerConfig:
     script: str = ""
     step_seconds: float = 0.0
     """hash and scripted executors only: pretend that a step takes this long."""
+    drain_grace_s: float = 8.0
+    verify_kv: bool = False
     die_with_parent: bool = False
 
 

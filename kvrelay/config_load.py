@@ -30,13 +30,16 @@ from kvrelay.requests import Role
 SHARED_KEYS = ("model", "executor")
 FLAG_ONLY = ("role", "die_with_parent")
 OTHER_VARIABLES = tuple(
-    "KVRELAY_" + name for name in ("CONFIG", "TARGET", "CACHE", "LOG", "LOG_LEVEL", "LINEAR", "CPU_KERNEL")
+    "KVRELAY_" + name
+    for name in ("CONFIG", "TARGET", "CACHE", "LOG", "LOG_LEVEL", "LINEAR", "CPU_KERNEL", "FAULT_POINT", "FAULT_PROOF")
 )
-"""Read elsewhere: the file itself, the address for clients, the folder of models and kernels, logs, kernels to take."""
+"""Read elsewhere: the file itself, the address for clients, the folder of models and kernels, logs, kernels to take,
+faults that tests ask for."""
 CHOICES = {"executor": EXECUTORS, "dtype": DTYPES, "transport": TRANSPORTS, "attention": ("auto", "reference", "cpu")}
 AT_LEAST = {
     "queue_limit": 0,
     "open_limit": 1,
+    "max_attempts": 1,
     "local_prefill_below": 0,
     "max_request_bytes": 1,
     "slow_reader_bytes": 1,
@@ -47,6 +50,7 @@ AT_LEAST = {
     "step_tokens": 1,
     "max_sequences": 1,
     "step_seconds": 0,
+    "drain_grace_s": 0,
     "prefill": 1,
     "decode": 1,
     "ready_timeout_s": 0,

@@ -63,6 +63,7 @@ def result_object(result: GenerateResult) -> dict[str, object]:
         "seed": result.seed,
         "model": result.model,
         "hand_off": asdict(result.hand_off) if result.hand_off else None,
+        "migrations": result.migrations,
     }
 
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvrelay.cli.cluster import Member, python_module
+from kvrelay.cli.cluster import STOP_GRACE_S, Member, python_module
 from kvrelay.cli.roles import flag_of
 from kvrelay.config import CoordinatorConfig, UpConfig, WorkerConfig
 from kvrelay.config_load import keys_of, load_coordinator, load_up, load_worker, parse_address
@@ -14,15 +14,18 @@ from kvrelay.errors import Unavailable
 from kvrelay.requests import Role
 
 WORKER_LISTEN = "127.0.0.1:0"
+KILL_AFTER_S = 4.0
+"""A worker that has not ended so long after its grace is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """What `up` starts: the members, coordinator first, and where clients reach it."""
+    """What `up` starts: the members, coordinator first, and where clients reach it. stop_grace_s: for all to end."""
 
     up: UpConfig
     target: str
     members: tuple[Member, ...]
+    stop_grace_s: float = STOP_GRACE_S
 
     @property
     def num_workers(self) -> int:
@@ -34,8 +37,9 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
     up = load_up(options, path=path, env=env)
     coordinator = load_coordinator(options, path=path, env=env)
     placed = {**options, "listen": WORKER_LISTEN, "advertise": ""}
-    for role in Role:
-        require_model(load_worker(role, placed, path=path, env=env))
+    workers = [load_worker(role, placed, path=path, env=env) for role in Role]
+    for worker in workers:
+        require_model(worker)
     host, port = claim_port(coordinator.listen)
     target = f"{host}:{port}"
     common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
@@ -45,7 +49,8 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
             name = f"{role.value}-{number}"
             own = {**placed, "coordinators": reachable(target), "worker_id": name}
             members.append(Member(name, _command(role.value, WorkerConfig, own, common)))
-    return LocalPlan(up, target, tuple(members))
+    stop_grace_s = max(STOP_GRACE_S, *(worker.drain_grace_s + KILL_AFTER_S for worker in workers))
+    return LocalPlan(up, target, tuple(members), stop_grace_s)
 
 
 def require_model(config: WorkerConfig) -> None:
@@ -82,6 +87,8 @@ def _command(role: str, kind: type, options: Mapping[str, object], common: tuple
     flags: list[str] = []
     for key in keys_of(kind):
         value = options.get(key)
-        if value is not None and value != "":
+        if isinstance(value, bool):
+            flags.append(flag_of(key) if value else f"--no-{key.replace('_', '-')}")
+        elif value is not None and value != "":
             flags += ["--coordinator" if key == "coordinators" else flag_of(key), str(value)]
     return python_module("kvrelay.cli.main", role, *flags, *common)

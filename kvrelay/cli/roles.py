@@ -9,12 +9,13 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from kvrelay import fault_points
 from kvrelay.cli.parent import die_with_parent
 from kvrelay.cli.problems import EXIT_CONFIG, report
 from kvrelay.cli.role_names import ABOUT, EXAMPLES
 from kvrelay.config import CoordinatorConfig, WorkerConfig
 from kvrelay.config_load import CHOICES, keys_of, load_coordinator, load_worker
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import InvalidArgument, KVRelayError
 from kvrelay.requests import Role
 
 HELP = {
@@ -23,6 +24,7 @@ HELP = {
     "executor": "what computes the tokens; hash and scripted need no torch and are for tests",
     "queue_limit": "requests that may wait for a placement; one more is refused at once",
     "open_limit": "requests that may be open at once",
+    "max_attempts": "attempts of one request that may be lost with their workers; then it ends ABORTED",
     "local_prefill_below": "prompts with fewer uncached tokens are computed by decode itself",
     "max_request_bytes": "largest request message accepted",
     "slow_reader_bytes": "unread answer text after which a client is cut off",
@@ -43,6 +45,8 @@ HELP = {
     "attention": "attention backend",
     "script": "file of token ids that the scripted executor emits",
     "step_seconds": "hash and scripted executors: pretend that a step takes this long",
+    "drain_grace_s": "from SIGTERM to the end: what runs may finish meanwhile, the rest is moved to other workers",
+    "verify_kv": "prefill: send a checksum with each KV block; decode: check it, and take only blocks that have one",
 }
 
 
@@ -52,6 +56,11 @@ def run_role(name: str, argv: Sequence[str]) -> int:
     parent_pid, path = options.pop("parent_pid"), options.pop("config")
     if parent_pid:
         die_with_parent(parent_pid)
+    try:
+        fault_points.obey(os.environ)
+    except ValueError as error:
+        report(InvalidArgument(str(error), field=fault_points.ORDER))
+        return EXIT_CONFIG
     try:
         if name == "coordinator":
             config = load_coordinator(_flags(options), path=path, env=os.environ)
@@ -76,6 +85,10 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     for key, hint in keys_of(kind).items():
         flag = "--coordinator" if key == "coordinators" else flag_of(key)
         choices, default = CHOICES.get(key), _shown_default(kind, key)
+        if hint is bool:
+            switch = argparse.BooleanOptionalAction
+            parser.add_argument(flag, dest=key, action=switch, default=None, help=HELP[key] + " (default: off)")
+            continue
         meta = "|".join(choices) if choices else {int: "N", float: "SECONDS"}.get(hint, key.upper())  # type: ignore[call-overload]  # any type may be asked for
         action = "append" if key == "coordinators" else "store"
         parser.add_argument(flag, dest=key, action=action, metavar=meta, help=HELP[key] + default)

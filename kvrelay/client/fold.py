@@ -80,6 +80,7 @@ class StreamFold:
             prefill_worker=finished.prefill_worker,
             decode_worker=finished.decode_worker,
             hand_off=_hand_off(finished),
+            migrations=finished.migrations,
         )
 
 

@@ -43,6 +43,7 @@ class GenerateResult:
     """A stream that ended well. tail: the end of text, which came with the finish and not with a token.
 
     ttft_ms and gaps_ms (one per token but the first) are what this client saw; finish_reason: stop or length.
+    migrations: how often the request was moved because a worker was lost; the workers are the last placement's.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class GenerateResult:
     prefill_worker: str
     decode_worker: str
     hand_off: HandOff | None
+    migrations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

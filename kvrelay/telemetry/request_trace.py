@@ -37,25 +37,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTrace:
-    """What the coordinator recorded of a request. All times are seconds from accept; intervals that never were: None.
+class AttemptTrace:
+    """One try on one placement. token_offsets_s: of its own tokens, the first of which has index first_index.
 
-    accepted_ns: wall clock at accept. ended_s: when the stream ended. token_offsets_s: one per output token.
-    outcome: "stop", "length" or the class name of the error. lost_worker: the worker whose loss ended the request;
-    its open span is closed as lost.
+    ended_s: when the request ended or the attempt was lost. lost_worker: whose loss that was; its open span is closed
+    as lost. cause, migrated_s: why it was lost, and when the tokens went on (or the request ended).
     """
 
-    request_id: str
-    accepted_ns: int
     ended_s: float
-    outcome: str
-    model: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    number: int = 0
+    first_index: int = 0
     token_offsets_s: tuple[float, ...] = ()
     prefill_worker: str = ""
     decode_worker: str = ""
     lost_worker: str = ""
+    cause: str = ""
+    migrated_s: float | None = None
     queue: Interval | None = None
     place: Interval | None = None
     reserve: Interval | None = None
@@ -69,6 +66,23 @@ class RequestTrace:
     exposed_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """What the coordinator recorded of a request. All times are seconds from accept; intervals that never were: None.
+
+    accepted_ns: wall clock at accept. outcome: "stop", "length" or the class name of the error. attempts: the lost
+    ones, then the one that the request ended with.
+    """
+
+    request_id: str
+    accepted_ns: int
+    outcome: str
+    attempts: tuple[AttemptTrace, ...]
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
 def build_request_spans(tracer: Tracer, record: RequestTrace, parent: Span | None = None) -> None:
     """Adds the record's children to `parent` (default: the current span, that of the Generate call) and describes it.
 
@@ -79,25 +93,35 @@ def build_request_spans(tracer: Tracer, record: RequestTrace, parent: Span | Non
     if not parent.is_recording():
         return
     parent.set_attributes(_request_attributes(record))
-    builder = _Builder(tracer, record)
-    builder.add(parent, names.SPAN_QUEUE, record.queue)
-    builder.add(parent, names.SPAN_PLACE, record.place)
-    builder.add(parent, names.SPAN_RESERVE, record.reserve, record.decode_worker)
-    prefill = builder.add(parent, names.SPAN_PREFILL, record.prefill, record.prefill_worker)
-    for chunk in record.chunks if prefill is not None else ():
+    for attempt in record.attempts:
+        _build_attempt(_Builder(tracer, record.accepted_ns, attempt), parent, attempt)
+
+
+def _build_attempt(builder: _Builder, parent: Span, attempt: AttemptTrace) -> None:
+    builder.add(parent, names.SPAN_QUEUE, attempt.queue)
+    builder.add(parent, names.SPAN_PLACE, attempt.place)
+    builder.add(parent, names.SPAN_RESERVE, attempt.reserve, attempt.decode_worker)
+    prefill = builder.add(parent, names.SPAN_PREFILL, attempt.prefill, attempt.prefill_worker)
+    for chunk in attempt.chunks if prefill is not None else ():
         interval = Interval(chunk.start_s, chunk.end_s)
         builder.add(prefill, names.SPAN_PREFILL_CHUNK, interval, extra={names.CHUNK_TOKENS: chunk.num_tokens})
-    builder.add(parent, names.SPAN_PUSH, record.push, record.prefill_worker, _push_attributes(record))
-    for index, interval, extra in _segments(record):
-        builder.add(parent, names.SPAN_DECODE, interval, record.decode_worker, {names.SEGMENT: index, **extra})
+    builder.add(parent, names.SPAN_PUSH, attempt.push, attempt.prefill_worker, _push_attributes(attempt))
+    for index, interval, extra in _segments(attempt):
+        builder.add(parent, names.SPAN_DECODE, interval, attempt.decode_worker, {names.SEGMENT: index, **extra})
+    if attempt.migrated_s is not None:
+        tokens = attempt.first_index + len(attempt.token_offsets_s)
+        about: dict[str, AttributeValue] = {names.CAUSE: attempt.cause, names.TOKENS_SO_FAR: tokens}
+        about[names.WORKER] = attempt.lost_worker
+        builder.add(parent, names.SPAN_MIGRATE, Interval(attempt.ended_s, attempt.migrated_s), extra=about)
 
 
 class _Builder:
-    """Makes ended spans out of intervals of one record."""
+    """Makes ended spans out of intervals of one attempt."""
 
-    def __init__(self, tracer: Tracer, record: RequestTrace) -> None:
+    def __init__(self, tracer: Tracer, accepted_ns: int, attempt: AttemptTrace) -> None:
         self._tracer = tracer
-        self._record = record
+        self._accepted_ns = accepted_ns
+        self._attempt = attempt
 
     def add(
         self,
@@ -109,7 +133,7 @@ class _Builder:
     ) -> Span | None:
         if interval is None or parent is None:
             return None
-        attributes: dict[str, AttributeValue] = dict(extra or {})
+        attributes: dict[str, AttributeValue] = {names.ATTEMPT: self._attempt.number, **(extra or {})}
         if worker:
             attributes[names.WORKER] = worker
         span = self._tracer.start_span(
@@ -118,55 +142,60 @@ class _Builder:
             attributes=attributes,
             start_time=self._wall_ns(interval.start_s),
         )
-        if worker and worker == self._record.lost_worker and interval.end_s >= self._record.ended_s:
+        if worker and worker == self._attempt.lost_worker and interval.end_s >= self._attempt.ended_s:
             span.set_attribute(names.LOST, True)
             span.set_status(Status(StatusCode.ERROR, "worker lost"))
         span.end(self._wall_ns(max(interval.start_s, interval.end_s)))
         return span
 
     def _wall_ns(self, offset_s: float) -> int:
-        return self._record.accepted_ns + round(offset_s * 1e9)
+        return self._accepted_ns + round(offset_s * 1e9)
 
 
 def _request_attributes(record: RequestTrace) -> dict[str, AttributeValue]:
+    offsets = [offset for attempt in record.attempts for offset in attempt.token_offsets_s]
     attributes: dict[str, AttributeValue] = {
         names.OPERATION: "text_completion",
         names.PROVIDER: "kvrelay",
         names.MODEL: record.model,
         names.REQUEST_ID: record.request_id,
         names.OUTCOME: record.outcome,
+        names.MIGRATIONS: sum(attempt.migrated_s is not None for attempt in record.attempts),
         names.INPUT_TOKENS: record.prompt_tokens,
-        names.OUTPUT_TOKENS: len(record.token_offsets_s),
+        names.OUTPUT_TOKENS: len(offsets),
         names.CACHED_TOKENS: record.cached_tokens,
     }
-    if record.token_offsets_s:
-        attributes[names.TTFT_S] = record.token_offsets_s[0]
+    if offsets:
+        attributes[names.TTFT_S] = offsets[0]
     return attributes
 
 
-def _push_attributes(record: RequestTrace) -> dict[str, AttributeValue]:
+def _push_attributes(attempt: AttemptTrace) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
-        names.TRANSPORT: record.transport,
-        names.BLOCKS: record.num_blocks,
-        names.BYTES: record.num_bytes,
-        names.EXPOSED_S: record.exposed_s,
+        names.TRANSPORT: attempt.transport,
+        names.BLOCKS: attempt.num_blocks,
+        names.BYTES: attempt.num_bytes,
+        names.EXPOSED_S: attempt.exposed_s,
     }
-    seconds = record.push.end_s - record.push.start_s if record.push is not None else 0.0
+    seconds = attempt.push.end_s - attempt.push.start_s if attempt.push is not None else 0.0
     if seconds > 0:
-        attributes[names.GB_PER_S] = record.num_bytes / seconds / 1e9
+        attributes[names.GB_PER_S] = attempt.num_bytes / seconds / 1e9
     return attributes
 
 
-def _segments(record: RequestTrace) -> list[tuple[int, Interval, dict[str, AttributeValue]]]:
+def _segments(attempt: AttemptTrace) -> list[tuple[int, Interval, dict[str, AttributeValue]]]:
     """Decode cut every SEGMENT_TOKENS tokens; each piece ends at its last token, the last one where decode ended."""
-    if record.decode is None:
+    if attempt.decode is None:
         return []
-    offsets, start, out = record.token_offsets_s, record.decode.start_s, []
+    offsets, start, out = attempt.token_offsets_s, attempt.decode.start_s, []
     for index, first in enumerate(range(0, max(1, len(offsets)), SEGMENT_TOKENS)):
         piece = offsets[first : first + SEGMENT_TOKENS]
         last = first + SEGMENT_TOKENS >= len(offsets)
-        end = record.decode.end_s if last else piece[-1]
-        extra: dict[str, AttributeValue] = {names.FIRST_INDEX: first, names.TOKEN_OFFSETS_S: piece}
+        end = attempt.decode.end_s if last else piece[-1]
+        extra: dict[str, AttributeValue] = {
+            names.FIRST_INDEX: attempt.first_index + first,
+            names.TOKEN_OFFSETS_S: piece,
+        }
         out.append((index, Interval(start, end), extra))
         start = end
     return out

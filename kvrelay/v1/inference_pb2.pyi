@@ -270,6 +270,7 @@ class Finished(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     HAND_OFF_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     text: _builtins.str
@@ -277,11 +278,13 @@ class Finished(_message.Message):
     offset_s: _builtins.float
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
+    migrations: _builtins.int
+    """How often the request was moved to another placement because a worker was lost."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def hand_off(self) -> Global___HandOff:
-        """Absent when nothing was handed over."""
+        """Absent when nothing was handed over. Workers and hand-off are those of the placement that ended the stream."""
 
     def __init__(
         self,
@@ -294,10 +297,11 @@ class Finished(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         hand_off: Global___HandOff | None = ...,
+        migrations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hand_off", b"_hand_off", "hand_off", b"hand_off", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hand_off", b"_hand_off", "decode_worker", b"decode_worker", "hand_off", b"hand_off", "offset_s", b"offset_s", "prefill_worker", b"prefill_worker", "reason", b"reason", "sequence", b"sequence", "text", b"text", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hand_off", b"_hand_off", "decode_worker", b"decode_worker", "hand_off", b"hand_off", "migrations", b"migrations", "offset_s", b"offset_s", "prefill_worker", b"prefill_worker", "reason", b"reason", "sequence", b"sequence", "text", b"text", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hand_off: _TypeAlias = _typing.Literal["hand_off"]  # noqa: Y015
     _WhichOneofArgType__hand_off: _TypeAlias = _typing.Literal["_hand_off", b"_hand_off"]  # noqa: Y015

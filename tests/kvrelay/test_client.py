@@ -58,6 +58,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             prefill_worker="p1",
             decode_worker="d1",
             hand_off=pb.HandOff(transport="nixl", num_blocks=2, num_bytes=64, seconds=0.5, exposed_s=0.25),
+            migrations=2,
         )
 
     async def Tokenize(self, request, context):
@@ -199,7 +200,7 @@ async def test_a_stream_yields_its_tokens_and_then_has_a_result(client):
     assert (result.finish_reason, result.seed, result.model) == ("length", 2**63, "m")
     assert result.usage == kv.Usage(3, 3, 1)
     assert result.hand_off == kv.HandOff("nixl", 2, 64, 0.5, 0.25)
-    assert (result.prefill_worker, result.decode_worker) == ("p1", "d1")
+    assert (result.prefill_worker, result.decode_worker, result.migrations) == ("p1", "d1", 2)
     assert result.ttft_ms == times[0] * 1000
     assert result.gaps_ms == pytest.approx(((times[1] - times[0]) * 1000, (times[2] - times[1]) * 1000))
 

@@ -53,6 +53,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
                 prefill_worker="p",
                 decode_worker="d",
                 hand_off=cost,
+                migrations=1,
             )
         )
 
@@ -141,6 +142,7 @@ def test_generate_as_json_is_one_object_with_everything(serving):
         "seed": 7,
         "model": "m",
         "hand_off": {"transport": "nixl", "num_blocks": 2, "num_bytes": 64, "seconds": 0.5, "exposed_s": 0.25},
+        "migrations": 1,
     }
 
 
