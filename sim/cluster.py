@@ -1,0 +1,214 @@
+"""The simulated cluster of one seed: starts nodes, restarts what died, looks at every step, judges the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay import fault_points
+from kvrelay.config import CoordinatorConfig
+from sim.checks import check_coordinator, check_worker, holds_nothing
+from sim.clients import Clients, History
+from sim.coordinator_node import CoordinatorNode
+from sim.faults import FaultPlan
+from sim.memory import Fabric
+from sim.network import Network
+from sim.reference import OneProcess
+from sim.scenario import Scenario, asks_of, scenario_of
+from sim.worker_node import WorkerNode, WorkerShape
+from sim.world import Node, Violation, World, dropping_what_is_left
+
+LOAD_STARTS_S = 1.0
+SETTLE_S = 120.0
+"""Longest virtual time after the faults until every stream has ended and every block is back."""
+
+
+@dataclass
+class Outcome:
+    """violation: empty if all was well. recent: the last lines of the trace."""
+
+    seed: int
+    violation: str = ""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+    steps: int = 0
+    recent: tuple[str, ...] = ()
+
+
+class SimCluster:
+    def __init__(self, scenario: Scenario, show: Callable[[str], None] | None = None) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed, show)
+        self.net = Network(self.world)
+        self.fabric = Fabric(self.world)
+        self.workers: dict[str, WorkerNode] = {}
+        self.coordinators: dict[str, CoordinatorNode] = {}
+        self.counters: Counter[str] = Counter()
+        self._lives: Counter[str] = Counter()
+        self._gone: list[WorkerNode | CoordinatorNode] = []
+        self._pending_starts = 0
+        self.clients = Clients(self.world, self.net, [f"{name}:1" for name in scenario.coordinators])
+        self.plan = FaultPlan(self)
+        self.world.after_step.append(self._look)
+
+    def start(self) -> None:
+        for name in self.scenario.coordinators:
+            self._start_coordinator(name)
+        for shape in self.scenario.workers:
+            self._start_worker(shape)
+        self.world.at(LOAD_STARTS_S, self.plan.start)
+
+    def load(self) -> None:
+        """Schedules every request of the seed."""
+        rng, one = self.world.rng, OneProcess(4 * max(w.num_blocks for w in self.scenario.workers))
+        try:
+            for ask in asks_of(self.scenario):
+                history = History(ask, one.answer(ask))
+                if "leave" in self.scenario.faults and rng.random() < 0.3:
+                    history.leave_at = rng.randint(1, max(1, len(history.answer.token_ids)))
+                if "slow_reader" in self.scenario.faults and rng.random() < 0.2:
+                    history.read_pause_s = rng.choice((0.05, 0.5))
+                at = LOAD_STARTS_S + rng.uniform(0.0, self.scenario.arrive_within_s)
+                self.world.at(at, lambda history=history: self.clients.start(history))  # type: ignore[misc]
+        finally:
+            one.close()
+
+    @property
+    def quiet(self) -> bool:
+        """Every client has its ending, everybody is back, and nobody holds anything."""
+        return (
+            not self.plan.active
+            and self.world.now > LOAD_STARTS_S + self.scenario.arrive_within_s
+            and not self.clients.num_open
+            and not self._pending_starts
+            and all(c.node.alive for c in self.coordinators.values())
+            and all(w.node.alive and not holds_nothing(w) for w in self.workers.values())
+        )
+
+    # lives
+
+    def _start_worker(self, shape: WorkerShape) -> None:
+        self._lives[shape.name] += 1
+        worker = WorkerNode(self.world, self.net, self.fabric, shape, self._lives[shape.name])
+        self.workers[shape.name] = worker
+        self.world.trace(shape.name, f"starts as {worker.incarnation}")
+        worker.node.on_death.append(lambda: self._worker_died(worker))
+
+    def _start_coordinator(self, name: str) -> None:
+        self._lives[name] += 1
+        config = CoordinatorConfig(executor="hash", queue_limit=16, slow_reader_bytes=4096)
+        coordinator = CoordinatorNode(self.world, self.net, name, self._lives[name], config)
+        self.coordinators[name] = coordinator
+        self.world.trace(name, f"starts as {coordinator.roster.coordinator_id}")
+        coordinator.node.on_death.append(lambda: self._restart(lambda: self._start_coordinator(name)))
+
+    def _worker_died(self, worker: WorkerNode) -> None:
+        self._take_counters(worker)
+        self._gone.append(worker)
+        self._restart(lambda: self._start_worker(worker.shape))
+
+    def _restart(self, start: Callable[[], None], delay: float | None = None) -> None:
+        """On the same address, with empty memory."""
+        self._pending_starts += 1
+
+        def again() -> None:
+            self._pending_starts -= 1
+            start()
+
+        rng = self.world.rng
+        self.world.after(rng.choice((0.01, 0.5, 2.0)) if delay is None else delay, again)
+
+    def vanish(self, node: Node) -> None:
+        """The host is lost without a word; another takes its address later. What it had on the wire stops with it."""
+        self.world.trace(node.name, "vanishes with its host")
+        self.net.vanish(node)
+        node.crash("its host is gone")
+
+    # looking
+
+    def _look(self, node: Node | None) -> None:
+        if node is None or node is self.clients.node:
+            return
+        worker = self.workers.get(node.name)
+        if worker is not None and worker.node is node and node.alive:
+            check_worker(worker)
+            return
+        coordinator = self.coordinators.get(node.name)
+        if coordinator is not None and coordinator.node is node and node.alive:
+            check_coordinator(coordinator)
+            for task in coordinator.tasks:
+                if task.done():
+                    raise Violation(f"{node.name}: background task {task.get_name()} ended")
+
+    def judge(self) -> None:
+        """After the end: raises what is wrong with it."""
+        left = [h.ask.name for h in self.clients.histories if h.ended_at is None]
+        if left:
+            raise Violation(f"streams {left} did not end within {SETTLE_S} s after the last fault")
+        held = [line for w in self.workers.values() if w.node.alive and (line := holds_nothing(w))]
+        if held:
+            raise Violation(f"not given back within {SETTLE_S} s: {held}")
+        if not self.quiet:
+            raise Violation(f"not quiet: pending starts {self._pending_starts}")
+        for worker in self.workers.values():
+            self._take_counters(worker)
+        for coordinator in self.coordinators.values():
+            self.counters.update({k: v for k, v in coordinator.dispatcher.counters.items() if "." not in k})
+            if coordinator.dispatcher.counters["bugs"]:
+                raise Violation("a request failed through a bug; see the coordinator's log")
+        if not self.plan.happened and not self.scenario.faults:
+            wrong = [h.ask.name for h in self.clients.histories if h.outcome != "exact"]
+            if wrong:
+                raise Violation(f"nothing went wrong, and {wrong} are not exact")
+
+    def _take_counters(self, worker: WorkerNode) -> None:
+        self.counters.update(dict(worker.core.load(worker.node.clock()).counters))
+
+    def close(self) -> None:
+        fault_points.install(None)
+        for node in [*self.world.nodes, *self.world.graveyard]:
+            for task in asyncio.all_tasks(node.loop):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # they end with their world
+        for worker in [*self.workers.values(), *(w for w in self._gone if isinstance(w, WorkerNode))]:
+            worker.executor.close()
+
+
+def run_seed(seed: int, show: Callable[[str], None] | None = None) -> Outcome:
+    """One seed from start to verdict."""
+    with dropping_what_is_left():
+        return _run(seed, show)
+
+
+def _run(seed: int, show: Callable[[str], None] | None) -> Outcome:
+    cluster = SimCluster(scenario_of(seed), show)
+    outcome = Outcome(seed)
+    try:
+        cluster.start()
+        cluster.load()
+        world, until = cluster.world, cluster.scenario.fault_until_s + SETTLE_S
+        world.run_until(lambda: cluster.quiet, until)
+        cluster.judge()
+    except Violation as violation:
+        outcome.violation = str(violation)
+    except Exception as error:
+        outcome.violation = f"{type(error).__name__}: {error}"
+        outcome.recent = (*_traceback(error),)
+    finally:
+        cluster.close()
+    outcome.outcomes.update(h.outcome for h in cluster.clients.histories)
+    outcome.faults = cluster.plan.happened
+    outcome.counters = cluster.counters
+    outcome.virtual_s, outcome.steps = cluster.world.now, cluster.world.steps
+    if outcome.violation:
+        outcome.recent = (*cluster.world.recent, *outcome.recent)
+    return outcome
+
+
+def _traceback(error: BaseException) -> list[str]:
+    import traceback
+
+    return "".join(traceback.format_exception(error)).splitlines()

@@ -1,0 +1,118 @@
+"""One life of a coordinator: roster and dispatcher as they are; clients and workers come over the simulated network.
+
+`generate` is the public service without its protos: it submits, streams, and tells the dispatcher when the client left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from coordinator.dispatch import Dispatcher
+from coordinator.live import Live, Times
+from coordinator.output import OutputText
+from coordinator.registry import Served
+from coordinator.roster import Roster
+from coordinator.states import RequestFacts
+from coordinator.stream import ErrorItem, FinishItem
+from coordinator.text import ByteCodec
+from kvrelay.config import CoordinatorConfig
+from kvrelay.models.builtin import builtin_identity
+from kvrelay.requests import RequestId, Sampling, StopRule
+from kvrelay.session import Command, Report, WorkerDescription
+from sim.network import End, Network
+from sim.world import Node, World
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a client sends. deadline_s: time the client gives it, None for ever."""
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    stop: StopRule
+    stop_strings: tuple[str, ...] = ()
+    deadline_s: float | None = None
+
+
+class CoordinatorNode:
+    def __init__(self, world: World, net: Network, name: str, life: int, config: CoordinatorConfig) -> None:
+        self.world, self.net, self.name = world, net, name
+        self.node = Node(world, name)
+        self.address = f"{name}:1"
+        self.roster = Roster(f"{name}.{life}", Served(builtin_identity("hash"), "hash"), self._dial)
+        self.dispatcher = Dispatcher(config, self.roster)
+        self._codec = ByteCodec()
+        self._serial = 0
+        self._life = life
+        doors = {"announce": self._announced, "generate": self._generate}
+        net.listen(self.node, self.address, doors)
+        self.node.on_death.append(lambda: net.died(self.node))
+        self.tasks = [self.node.spawn(self.roster.run(), "roster"), self.node.spawn(self.dispatcher.run(), "sweep")]
+
+    @asynccontextmanager
+    async def _dial(self, description: WorkerDescription) -> AsyncIterator[_SessionCall]:
+        end = await self.net.connect(self.node, description.address, "session")
+        try:
+            yield _SessionCall(end)
+        finally:
+            end.close()
+
+    async def _announced(self, end: End) -> None:
+        description, leaving = await end.read()
+        if leaving:
+            self.roster.leaving(description.worker_id, description.incarnation)
+        else:
+            self.roster.announced(description)
+        await end.write(self.roster.coordinator_id)
+
+    async def _generate(self, end: End) -> None:
+        ask: Ask = await end.read()
+        now = time.monotonic()
+        self._serial += 1
+        facts = RequestFacts(
+            request_id=RequestId(f"{ask.name}@{self.name}.{self._life}.{self._serial}"),
+            prompt_ids=ask.prompt_ids,
+            sampling=ask.sampling,
+            stop=ask.stop,
+            deadline_at=None if ask.deadline_s is None else now + ask.deadline_s,
+        )
+        self.dispatcher.check_room(ask.stop.max_tokens != 1)
+        text = OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids)
+        live = self.dispatcher.submit(facts, text, Times(now, 0))
+        try:
+            await self._stream(live, end)
+        except asyncio.CancelledError:
+            if live.stream.cut is None:
+                raise
+            raise live.stream.cut from None
+        finally:
+            self.dispatcher.leave(live.id)
+
+    @staticmethod
+    async def _stream(live: Live, end: End) -> None:
+        while True:
+            item = await live.stream.take()
+            if isinstance(item, ErrorItem):
+                raise item.error
+            live.stream.writing(asyncio.current_task())
+            await end.write(item)
+            live.stream.writing(None)
+            if isinstance(item, FinishItem):
+                return
+
+
+class _SessionCall:
+    def __init__(self, end: End) -> None:
+        self._end = end
+
+    async def write(self, command: Command) -> None:
+        await self._end.write(command)
+
+    async def read(self) -> Report | None:
+        report: Report | None = await self._end.read()
+        return report

@@ -1,0 +1,153 @@
+"""What goes wrong and when: drawn from the seed, carried out on nodes, network and fabric. Counts what it did.
+
+A fault that could not be carried out is not counted; a seed's record says how often each kind really happened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvrelay import fault_points
+from sim.network import End
+from sim.world import Node, NodeDied
+
+if TYPE_CHECKING:
+    from sim.cluster import SimCluster
+
+MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator")
+POINT_CHANCE = 0.004
+
+
+class FaultPlan:
+    """Starts with the cluster, ends at `until`; then `heal` lets everything work again."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self.cluster = cluster
+        self.world = cluster.world
+        self.scenario = cluster.scenario
+        self.happened: Counter[str] = Counter()
+        self.active = False
+
+    def start(self) -> None:
+        kinds, net, fabric = self.scenario.faults, self.cluster.net, self.cluster.fabric
+        self.active = True
+        net.may_cut = self._may_cut
+        net.cut_chance = 0.002 if "cut" in kinds else 0.0
+        net.slow_chance = 0.02 if "slow" in kinds else 0.0
+        if "write" in kinds:
+            fabric.faults.fail = 0.04
+            fabric.faults.duplicate = 0.2
+            fabric.faults.late_notice = 0.2
+            fabric.faults.slow = 0.03
+            fabric.faults.refuse_post = 0.02
+        fault_points.install(self._point if "point" in kinds else None)
+        if any(kind in kinds for kind in MOMENTS):
+            self._next()
+        self.world.at(self.scenario.fault_until_s, self.heal)
+
+    def heal(self) -> None:
+        if self.active:
+            self.active = False
+            net, fabric = self.cluster.net, self.cluster.fabric
+            net.cut_chance = net.slow_chance = 0.0
+            faults = fabric.faults
+            faults.fail = faults.duplicate = faults.late_notice = faults.slow = faults.refuse_post = 0.0
+            net.unclog()
+            fault_points.install(None)
+            self.happened["cut"] = net.num_cut
+            self.happened["write"] = fabric.counts.get("failed_write", 0)
+            self.world.trace("faults", f"end: {dict(self.happened)}")
+
+    def _next(self) -> None:
+        wait = self.world.rng.expovariate(1.0 / self.scenario.fault_every_s)
+        self.world.after(wait, self._moment)
+
+    def _moment(self) -> None:
+        if not self.active:
+            return
+        kind = self.world.rng.choice([k for k in MOMENTS if k in self.scenario.faults])
+        getattr(self, f"_{kind}")()
+        self._next()
+
+    # the kinds
+
+    def _crash(self) -> None:
+        worker = self._worker()
+        if worker is not None:
+            self.happened["crash"] += 1
+            worker.crash("killed")
+
+    def _coordinator(self) -> None:
+        alive = [c for c in self.cluster.coordinators.values() if c.node.alive]
+        if len(alive) > 1 or (alive and self.world.rng.random() < 0.3):
+            self.happened["coordinator"] += 1
+            self.world.rng.choice(alive).node.crash("killed")
+
+    def _vanish(self) -> None:
+        worker = self._worker()
+        if worker is not None and self.happened["vanish"] < 2:
+            self.happened["vanish"] += 1
+            self.cluster.vanish(worker)
+
+    def _pause(self) -> None:
+        """Short stalls, long ones, and silence that a supervisor ends."""
+        node = self._any_node()
+        if node is None or node.paused:
+            return
+        rng = self.world.rng
+        seconds = rng.choice((rng.uniform(0.05, 0.9), rng.uniform(0.05, 0.9), rng.uniform(1.0, 4.0), 20.0))
+        self.happened["pause"] += 1
+        self.world.trace(node.name, f"stands still for {seconds:.2f} s")
+        node.paused = True
+
+        def go_on() -> None:
+            node.paused = False
+
+        self.world.after(seconds, go_on)
+        if seconds > 10.0:
+            self.world.after(10.0, lambda: node.crash("silent for 10 s, killed by its supervisor"))
+
+    def _jump(self) -> None:
+        node = self._any_node()
+        if node is not None:
+            self.happened["jump"] += 1
+            seconds = self.world.rng.uniform(0.1, 5.0)
+            self.world.trace(node.name, f"its clock jumps by {seconds:.2f} s")
+            node.jump(seconds)
+
+    def _clog(self) -> None:
+        nodes = [node for node in self.world.nodes if node is not self.cluster.clients.node]
+        if len(nodes) > 1:
+            a, b = self.world.rng.sample(nodes, 2)
+            seconds = self.world.rng.choice((0.3, 1.0, 4.0, 8.0))
+            self.happened["clog"] += 1
+            self.world.trace("network", f"nothing goes from {a.name} to {b.name} for {seconds} s")
+            self.cluster.net.clog(a.name, b.name, seconds)
+            if self.world.rng.random() < 0.5:
+                self.cluster.net.clog(b.name, a.name, seconds)
+
+    def _point(self, name: str) -> None:
+        """A process dies in the middle of its code."""
+        node = self.world.running
+        if self.active and node is not None and node.alive and self.world.rng.random() < POINT_CHANCE:
+            self.happened["point"] += 1
+            node.crash(f"at {name}")
+            raise NodeDied
+
+    # who
+
+    def _worker(self) -> Node | None:
+        alive = [w.node for w in self.cluster.workers.values() if w.node.alive]
+        return self.world.rng.choice(alive) if alive else None
+
+    def _any_node(self) -> Node | None:
+        nodes = [n for n in self.world.nodes if n is not self.cluster.clients.node]
+        return self.world.rng.choice(nodes) if nodes else None
+
+    @staticmethod
+    def _may_cut(end: End) -> bool:
+        """Nothing but the two kernels closes a link while one of its processes stands still (docs/hand-off.md)."""
+        if end.kind == "generate":
+            return False
+        return end.kind != "link" or not (end.node.paused or end.peer.node.paused)

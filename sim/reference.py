@@ -1,0 +1,50 @@
+"""What one process gives for a request: the answer every stream is held against. Knows no cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.output import OutputText
+from coordinator.text import ByteCodec
+from engine.block_pool import BlockPool
+from engine.hash_executor import HashExecutor
+from engine.local import LocalEngine
+from engine.scheduler import Budgets, Scheduler
+from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB
+from kvrelay.requests import FinishReason, RequestId, SequenceKey, SequenceSpec, SessionId
+from sim.coordinator_node import Ask
+from sim.worker_node import BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: tuple[int, ...]
+    text: str
+    reason: FinishReason
+
+
+class OneProcess:
+    """One engine, reused for every request."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._executor = HashExecutor(num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS)
+        self._engine = LocalEngine(self._executor, Scheduler(BlockPool(num_blocks), BLOCK_SIZE, Budgets()))
+        self._codec = ByteCodec()
+
+    def answer(self, ask: Ask) -> Answer:
+        key = SequenceKey(SessionId("one"), RequestId(ask.name), 1)
+        spec = SequenceSpec(key, ask.prompt_ids, len(ask.prompt_ids), ask.sampling, ask.stop)
+        tokens = self._engine.generate([spec])[key]
+        text = OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids)
+        pieces = []
+        for i, token in enumerate(tokens):
+            piece, hit = text.push(token)
+            pieces.append(piece)
+            if hit:
+                return Answer(tokens[: i + 1], "".join(pieces), FinishReason.STOP)
+        reason = ask.stop.finish_of(len(tokens) - 1, tokens[-1])
+        assert reason is not None
+        return Answer(tokens, "".join(pieces) + text.finish(), reason)
+
+    def close(self) -> None:
+        self._executor.close()

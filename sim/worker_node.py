@@ -1,0 +1,281 @@
+"""One life of a worker: the core, hub, links and registration of the real one, with a task in place of the thread.
+
+Only what touches sockets, threads and processes is replaced: the engine turns in a task whose steps take virtual time,
+sessions and links come over the simulated network, and a worker that must end its process dies as a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode_svc.attempt import DecodeParts
+from decode_svc.core import DecodeCore
+from engine.hash_executor import HashExecutor
+from engine.scheduler import Budgets, Scheduler
+from kvrelay.errors import KVRelayError
+from kvrelay.link import LinkHello, LinkWelcome
+from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
+from kvrelay.requests import Incarnation, Role, WorkerId
+from kvrelay.session import Load, Report, WorkerDescription
+from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
+from kvtransfer.receiver import ReceiverTable
+from kvtransfer.transports.base import TransportEvent, WriteFailed
+from kvtransfer.writer import WriterTable
+from prefill_svc.attempt import PrefillParts
+from prefill_svc.core import PrefillCore
+from sim.frames import Framed
+from sim.memory import Fabric, LedgerPool, Member, OneSided
+from sim.network import End, Network
+from sim.ways import Ways, requests_of
+from sim.world import Node, World
+from worker.engine_turn import EngineTurn
+from worker.events import Action, DropPeer, Event, OpenLink, SendReport, TransportHappened
+from worker.link_client import LinkClient
+from worker.link_server import LinkServer
+from worker.mailbox import Mailbox
+from worker.pace import Pace
+from worker.registration import Registration
+from worker.session_hub import SessionHub
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class WorkerShape:
+    """What does not change over the lives of a worker."""
+
+    role: Role
+    name: str
+    coordinators: tuple[str, ...]
+    transport: str
+    num_blocks: int
+    step_tokens: int
+    max_sequences: int
+    step_s: float
+
+    @property
+    def address(self) -> str:
+        return f"{self.name}:1"
+
+
+class _Mailbox(Mailbox[Event]):
+    """The real mailbox; the engine's task is woken by an event of its loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.something = asyncio.Event()
+
+    def post(self, event: Event, bulk_bytes: int = 0) -> None:
+        super().post(event, bulk_bytes)
+        self.something.set()
+
+
+class WorkerNode:
+    """Starts at once. `dies` is called when it must end its process by itself."""
+
+    def __init__(self, world: World, net: Network, fabric: Fabric, shape: WorkerShape, life: int) -> None:
+        self.world, self.net, self.fabric, self.shape = world, net, fabric, shape
+        self.node = Node(world, shape.name)
+        self.incarnation = Incarnation(f"{shape.name}.{life}")
+        self.executor = HashExecutor(shape.num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS)
+        self.pool = LedgerPool(shape.num_blocks)
+        self.mailbox = _Mailbox()
+        self.computing = False
+        self.progress = 0
+        self.exited: int | None = None
+        self._ways = Ways(net, self.node)
+        self._links: LinkClient | LinkServer
+        self.transport: OneSided | Framed
+        one_sided = shape.transport == "nixl"
+        if one_sided:
+            member = Member(self.incarnation, self.node, self.executor.pool, self._on_transport, self.pool)
+            self.pool.member = member if shape.role is Role.DECODE else None
+            self.transport = OneSided(fabric, member)
+            member.expected = self._expected
+        else:
+            self.transport = Framed(self.node, self.executor.pool, self._on_transport)
+        self.core = self._prefill_core() if shape.role is Role.PREFILL else self._decode_core()
+        self._turn = EngineTurn(self.core, self._deliver, self.node.clock)
+        self.load: Load = self.core.load(self.node.clock())
+        self.description = self._describe()
+        self.hub = SessionHub(self.mailbox, self.description, lambda: self.load)
+        self._open_doors()
+        self.node.on_death.append(lambda: net.died(self.node))
+        self.node.on_death.append(lambda: fabric.died(self.node))
+        self.engine = self.node.spawn(self._run_engine(), "engine")
+        self.node.loop.call_soon(self._register)
+
+    # what it is made of
+
+    def _prefill_core(self) -> PrefillCore:
+        shape, layout = self.shape, self.executor.layout
+        late = shape.transport == "grpc"
+        return PrefillCore(
+            PrefillParts(
+                layout=layout,
+                max_context=shape.num_blocks * BLOCK_SIZE,
+                vocab_size=BUILTIN_VOCAB,
+                transport=shape.transport,
+                pool=self.pool,
+                scheduler=Scheduler(self.pool, BLOCK_SIZE, self._budgets()),
+                table=WriterTable(self.incarnation, layout.block_bytes, refuses_late=late),
+                pace=Pace(0.4, shape.step_tokens),
+            )
+        )
+
+    def _decode_core(self) -> DecodeCore:
+        layout, late = self.executor.layout, self.shape.transport == "grpc"
+        return DecodeCore(
+            DecodeParts(
+                incarnation=self.incarnation,
+                layout=layout,
+                max_context=self.shape.num_blocks * BLOCK_SIZE,
+                vocab_size=BUILTIN_VOCAB,
+                pool=self.pool,
+                scheduler=Scheduler(self.pool, BLOCK_SIZE, self._budgets()),
+                table=ReceiverTable(self.incarnation, layout.block_bytes, refuses_late=late, bytes_over_link=late),
+                store=self.executor.pool,
+            )
+        )
+
+    def _budgets(self) -> Budgets:
+        return Budgets(max_tokens=self.shape.step_tokens, max_sequences=self.shape.max_sequences)
+
+    def _describe(self) -> WorkerDescription:
+        shape = self.shape
+        return WorkerDescription(
+            worker_id=WorkerId(shape.name),
+            role=shape.role,
+            incarnation=self.incarnation,
+            pid=1,
+            address=shape.address,
+            model=builtin_identity("hash"),
+            layout=self.executor.layout,
+            num_blocks=shape.num_blocks,
+            transport=shape.transport,
+            executor="hash",
+            max_sequences=shape.max_sequences,
+            step_tokens=shape.step_tokens,
+        )
+
+    def _open_doors(self) -> None:
+        identity, name = builtin_identity("hash"), WorkerId(self.shape.name)
+        doors = {"session": self._session}
+        if self.shape.role is Role.PREFILL:
+            layout, transport = self.executor.layout, self.shape.transport
+            hello = LinkHello(name, self.incarnation, Incarnation(""), identity.fingerprint, layout, transport)
+
+            async def add_peer(welcome: LinkWelcome) -> None:
+                self.transport.add_peer(welcome.incarnation)
+
+            self._links = LinkClient(self.mailbox, hello, self._ways.link, add_peer)
+            if isinstance(self.transport, Framed):
+                self.transport.client = self._links
+        else:
+            pool = OneSided.pool(self.transport) if isinstance(self.transport, OneSided) else None
+            welcome = LinkWelcome(name, self.incarnation, self.executor.layout, self.shape.transport, pool)  # type: ignore[arg-type]
+            self._links = LinkServer(self.mailbox, welcome, identity.fingerprint)
+            doors["link"] = self._link
+        self.net.listen(self.node, self.shape.address, doors)
+
+    # the engine
+
+    async def _run_engine(self) -> None:
+        try:
+            await self._turns()
+        except Exception as error:
+            self.node.loop.call_exception_handler({"message": "the engine failed", "exception": error})
+
+    async def _turns(self) -> None:
+        busy, rng = False, self.world.rng
+        while True:
+            patience = self._turn.patience(busy)
+            if patience > 0:
+                try:
+                    async with asyncio.timeout(patience):
+                        await self.mailbox.something.wait()
+                except TimeoutError:
+                    pass
+            self.mailbox.something.clear()
+            events = self.mailbox.take(0)
+            if self.world.show is not None:
+                self._say("<-", events)
+            plan = self._turn.begin(events)
+            busy = plan is not None
+            if plan is not None:
+                self.computing = True
+                seconds = self.shape.step_s * rng.uniform(0.5, 1.5) * (1 + plan.num_tokens / 64)
+                await asyncio.sleep(seconds if rng.random() < 0.99 else seconds + rng.uniform(0.1, 0.9))
+                result = self.executor.run(plan)
+                self._turn.finish(plan, result)
+                self.computing = False
+                self.progress += plan.num_tokens
+            self.load = self.core.load(self.node.clock())
+
+    def _deliver(self, actions: list[Action]) -> None:
+        """What a worker's shell does with actions."""
+        if self.world.show is not None:
+            self._say("->", actions)
+        for action in actions:
+            if isinstance(action, SendReport):
+                self.hub.send(action.session, action.report)
+            elif isinstance(action, Post):
+                self._post(action)
+            elif isinstance(action, DropPeer):
+                self.transport.drop_peer(action.peer)
+            elif isinstance(action, ExitProcess):
+                self.exited = 70
+                self.node.crash(f"by itself: {action.reason}")
+                return
+            elif isinstance(action, OpenLink):
+                assert isinstance(self._links, LinkClient)
+                self._links.ensure(action)
+            elif isinstance(action, Send):
+                assert isinstance(self._links, LinkClient)
+                self._links.send(action.peer, action.message)
+            elif isinstance(action, Reply):
+                assert isinstance(self._links, LinkServer)
+                self._links.send(action.writer, action.message)
+            else:
+                assert isinstance(action, Expect | Unexpect), f"unknown action {action}"
+
+    def _say(self, way: str, values: Sequence[object]) -> None:
+        for value in values:
+            self.world.trace(self.shape.name, f"{way} {str(value)[:240]}")
+
+    def _post(self, action: Post) -> None:
+        part = action.part
+        try:
+            self.transport.post(part)
+        except KVRelayError as error:
+            self._on_transport(WriteFailed(part.peer, part.epoch, part.part, error.message, posted=False))
+
+    def _on_transport(self, event: TransportEvent) -> None:
+        self.mailbox.post(TransportHappened(event))
+
+    def _expected(self, epoch: int) -> set[int]:
+        assert isinstance(self.core, DecodeCore)
+        for attempt in self.core._desk.attempts:
+            if attempt.ticket is not None and attempt.ticket.epoch == epoch:
+                ids = attempt.ticket.table.block_ids
+                return {ids[position] for position in attempt.ticket.expected_positions(attempt.num_tokens)}
+        return set()
+
+    # its doors
+
+    async def _session(self, end: End) -> None:
+        async def write(report: Report) -> None:
+            await end.write(report)
+
+        await self.hub.serve(requests_of(end), write)
+
+    async def _link(self, end: End) -> None:
+        assert isinstance(self._links, LinkServer)
+        await self._links.serve(requests_of(end), end.write)
+
+    def _register(self) -> None:
+        self.registration = Registration(
+            self.description, self.shape.coordinators, self.node.crash, self._ways.announcer
+        )
