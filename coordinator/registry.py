@@ -19,6 +19,8 @@ FORGET_S = 5.0
 """A worker without a session that has not announced itself for this long is forgotten."""
 FIRST_REDIAL_S = 0.1
 LONGEST_REDIAL_S = 2.0
+STALLED_S = 1.2
+"""A worker that missed two heartbeats gets nothing new, well before it is given up, and may be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,10 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
+    """silent_s: for how long the worker known under this id has not been heard over its session, None without one."""
+
     description: WorkerDescription
+    silent_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +168,30 @@ def _announced(state: Registry, event: Announced, now: float) -> Step:
     before = old.description
     if old.leaving and before.incarnation == new.incarnation:
         return state, []
-    if before.role != new.role and old.up:
-        error = FailedPrecondition(f"worker {new.worker_id}: id is in use by a {before.role} worker", field="worker_id")
-        return state, [Refuse(new.worker_id, error)]
+    taken = _taken(old, event)
+    if taken is not None:
+        return state, [Refuse(new.worker_id, taken)]
     if (before.incarnation, before.address) == (new.incarnation, new.address):
         return _put(state, replace(old, announced_at=now)), []
     return _put(state, Known(new, now)), [Hangup(before.worker_id, before.incarnation), Dial(new)]
+
+
+def _taken(old: Known, event: Announced) -> KVRelayError | None:
+    """Why the id cannot be given to another process, or None.
+
+    A live worker keeps it, unless it is about to go. One that is started again on the same address has taken that over
+    from the one before, which must be dead, whatever its session looks like.
+    """
+    before, new = old.description, event.description
+    if before.role != new.role and old.up:
+        return FailedPrecondition(f"worker {new.worker_id}: id is in use by a {before.role} worker", field="worker_id")
+    heard = old.up and event.silent_s is not None and event.silent_s < STALLED_S
+    if old.leaving or not heard or before.incarnation == new.incarnation or before.address == new.address:
+        return None
+    return FailedPrecondition(
+        f"worker {new.worker_id}: id is in use by a live worker at {before.address} (process {before.pid})",
+        field="worker_id",
+    )
 
 
 def _leaving(state: Registry, event: Leaving, now: float) -> Step:

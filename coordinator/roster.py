@@ -20,14 +20,13 @@ from coordinator.router import Snapshot
 from coordinator.session_wire import Dial, dial_worker
 from coordinator.sessions import WorkerSession
 from kvrelay.errors import KVRelayError, NotFound
+from kvrelay.fault_points import fault_point
 from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
 from kvrelay.session import Command, Load, Report, WorkerDescription
 
 log = structlog.get_logger("coordinator.roster")
 
 TICK_S = 0.2
-STALLED_S = 1.2
-"""A worker that missed two heartbeats gets nothing new, well before it is given up."""
 
 
 class RosterOwner(Protocol):
@@ -74,7 +73,7 @@ class Roster:
         leaving = {w for w, known in self._state.workers.items() if known.leaving}
         prefill, decode = [], []
         for worker, load in self._loads.items():
-            unusable = worker in leaving or self._sessions[worker].silent_s() > STALLED_S
+            unusable = worker in leaving or self._sessions[worker].silent_s() > rg.STALLED_S
             if load.description.role is Role.PREFILL:
                 prefill.append(load.prefill_view(unusable))
             else:
@@ -89,9 +88,10 @@ class Roster:
             self._sessions[worker].send(command)
 
     def drain(self, worker: WorkerId, command: Command) -> None:
-        """NotFound if there is no such worker with a session."""
+        """NotFound, naming those there are, if there is no such worker with a session."""
         if worker not in self._loads:
-            raise NotFound(f"no worker {worker!r} has a session here", field="worker_id")
+            known = ", ".join(sorted(self._loads)) or "none"
+            raise NotFound(f"no worker {worker!r} has a session here; there are: {known}", field="worker_id")
         self._sessions[worker].send(command)
 
     def assign(self, worker: WorkerId, request_id: RequestId, num_tokens: int) -> None:
@@ -118,6 +118,7 @@ class Roster:
         try:
             while True:
                 await asyncio.sleep(TICK_S)
+                fault_point("coordinator.roster")
                 self._step(rg.Tick())
         finally:
             sessions = list(self._sessions.values())
@@ -126,8 +127,10 @@ class Roster:
             await asyncio.gather(*(s.close() for s in sessions), *self._tasks, return_exceptions=True)
 
     def announced(self, description: WorkerDescription) -> None:
-        """Raises what does not pair."""
-        self._step(rg.Announced(description))
+        """Raises what does not pair, and what is known under the same id and lives."""
+        worker = description.worker_id
+        silent_s = self._sessions[worker].silent_s() if worker in self._loads else None
+        self._step(rg.Announced(description, silent_s))
 
     def leaving(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self._step(rg.Leaving(worker, incarnation))
@@ -158,6 +161,9 @@ class Roster:
         worker = session.description.worker_id
         if self._sessions.get(worker) is not session:
             return
+        known = self._state.workers.get(worker)
+        if known is not None and known.leaving:
+            why = f"it left: {why}"
         del self._sessions[worker]
         self._step(rg.SessionDown(worker, session.description.incarnation))
         self._lost(worker, why)

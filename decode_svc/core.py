@@ -7,6 +7,7 @@ The life of an attempt here:
    all but its last token computed.
 4. Each step's tokens go up in one report; Finished ends the attempt.
 Abort, deadline, a lost writer or the session's end stop it anywhere; the receiver table decides when memory comes back.
+A worker that drains gives back what waits for a ticket, lets the rest land and run, and gives that back at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from decode_svc.grants import PoolRoom, next_grant
 from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result
 from kvrelay.blocks import BlockTable, Ticket, blocks_for
+from kvrelay.fault_points import fault_point
 from kvrelay.requests import SequenceKey
 from kvrelay.session import (
     Landed,
@@ -48,7 +50,7 @@ MAX_WAITING_RESERVES = 1024
 class DecodeCore:
     def __init__(self, parts: DecodeParts) -> None:
         self._p = parts
-        self._desk: Desk[DecodeAttempt] = Desk(self._drop)
+        self._desk: Desk[DecodeAttempt] = Desk(self._drop, self._kept)
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
         self._epoch = 0
@@ -128,6 +130,7 @@ class DecodeCore:
         attempt.ticket = Ticket(self._p.incarnation, self._epoch, table)
         self._carry_out(self._p.table.reserve(attempt.ticket, attempt.num_tokens, attempt.key, now), now)
         self._desk.tell(attempt.key, Reserved(attempt.work.request_id, attempt.work.attempt, attempt.ticket))
+        fault_point("decode.reserved")
 
     # 2. and 3. landed and started
 
@@ -144,7 +147,7 @@ class DecodeCore:
             elif isinstance(action, handoff.DropPrefix):
                 self._p.pool.release(action.block_ids)
             elif isinstance(action, handoff.LandedTicket):
-                self._landed(action.key)
+                self._landed(action.key, now)
             elif isinstance(action, handoff.LostTicket):
                 self._desk.end(action.key, "failed", "Unavailable", action.reason)
             elif isinstance(action, handoff.Count):
@@ -152,7 +155,9 @@ class DecodeCore:
             else:
                 self._desk.actions.append(action)
 
-    def _landed(self, key: SequenceKey) -> None:
+    def _landed(self, key: SequenceKey, now: float) -> None:
+        fault_point("decode.landed")
+        self._desk.moved(now)
         attempt = self._desk.attempts.get(key)
         assert attempt is not None and attempt.ticket is not None, f"{key} landed and is not here"
         attempt.landed = True
@@ -170,6 +175,7 @@ class DecodeCore:
         """Runnable when landed and started."""
         if not (attempt.landed and attempt.first_tokens):
             return
+        fault_point("decode.started")
         attempt.running = True
         block_ids, attempt.block_ids = attempt.block_ids, ()
         spec = spec_of(attempt.key, attempt.work, attempt.first_tokens)
@@ -182,6 +188,8 @@ class DecodeCore:
         return self._p.scheduler.schedule()
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
+        fault_point("decode.step")
+        self._desk.moved(now)
         self._desk.step_id = plan.step_id
         self._desk.throughput.add(plan.num_samples, now)
         for event in self._p.scheduler.apply(plan, result):
@@ -193,6 +201,10 @@ class DecodeCore:
                 self._desk.counters["preempted"] += 1
 
     # endings
+
+    @staticmethod
+    def _kept(attempt: DecodeAttempt, moving: bool) -> bool:
+        return attempt.ticket is not None and not moving
 
     def _drop(self, attempt: DecodeAttempt, now: float) -> None:
         """Forget an attempt. The table keeps its blocks until nobody can write to them any more."""
@@ -213,8 +225,12 @@ class DecodeCore:
         return self._desk.take_actions(self.load(now), now)
 
     def next_wake(self) -> float | None:
-        timers = (self._p.table.next_deadline(), self._desk.attempts.next_deadline())
+        timers = (self._p.table.next_deadline(), self._desk.next_due())
         return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:
         return self._desk.load(self._p.pool, self._p.scheduler, len(self._waiting), self._p.table.in_flight, now)
+
+    def stuck_s(self, now: float) -> float:
+        """What decode computes depends on nobody else."""
+        return self._desk.stuck_s(self._p.scheduler.has_work, now)

@@ -19,11 +19,12 @@ from kvrelay.v1 import link_pb2_grpc, worker_pb2_grpc
 from kvtransfer.actions import Reply, Send
 from kvtransfer.receiver import ReceiverTable
 from worker.events import Core, OpenLink
+from worker.life import EXIT_CONFIG, run_shell
 from worker.link_server import LinkServer
 from worker.roles import build_executor as build_from
 from worker.roles import identity_of
 from worker.session_hub import SessionHub
-from worker.shell import EXIT_CONFIG, Shell, log, run_shell
+from worker.shell import Shell, log
 from worker.transports import make_transport
 from worker.wire import LinkService
 
@@ -96,7 +97,7 @@ class DecodeMain:
 
 
 def run_decode(config: WorkerConfig, on_ready: Callable[[str], None]) -> int:
-    """Run a decode worker until SIGTERM or SIGINT; returns the exit code (see worker.shell)."""
+    """Run a decode worker until SIGTERM or SIGINT; returns the exit code (see worker.life)."""
     try:
         role = DecodeMain(config)
     except KVRelayError as error:

@@ -7,13 +7,15 @@ The life of an attempt here:
    reference on its blocks until its write has ended, whatever becomes of the sequence.
 3. The last chunk samples the next token; it goes up in the step's report.
 4. Decode says landed: what the push cost goes up, and the attempt has ended.
-Abort, deadline, a refused ticket, a failed write or the session's end stop it anywhere.
+Abort, deadline, a refused ticket, a failed write or the session's end stop it anywhere. A worker that drains gives back
+prompts of which nothing is computed yet, and at the end of its grace those that are not done.
 """
 
 from __future__ import annotations
 
 from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
+from kvrelay.fault_points import fault_point
 from kvrelay.requests import SequenceSpec
 from kvrelay.session import (
     ComputeRecord,
@@ -48,7 +50,7 @@ MAX_ATTEMPTS = 1024
 class PrefillCore:
     def __init__(self, parts: PrefillParts) -> None:
         self._p = parts
-        self._desk: Desk[PrefillAttempt] = Desk(self._drop)
+        self._desk: Desk[PrefillAttempt] = Desk(self._drop, self._kept)
         self._peers = Peers(parts.table.busy_with)
         self._planned_at = 0.0
 
@@ -58,6 +60,7 @@ class PrefillCore:
         table = self._p.table
         if isinstance(event, TransportHappened):
             if isinstance(event.event, WriteDone | WriteFailed):
+                self._desk.moved(now)
                 self._carry_out(table.transport_event(event.event, now))
         elif isinstance(event, FromDecode):
             self._carry_out(table.received(event.peer, event.message, now))
@@ -87,6 +90,7 @@ class PrefillCore:
         attempt = PrefillAttempt(key, work, destination, now)
         self._desk.attempts.add(attempt, now)
         self._p.scheduler.add(spec)
+        fault_point("prefill.taken")
         if destination is not None:
             ticket = destination.ticket
             attempt.num_pushed = ticket.num_cached_blocks
@@ -119,6 +123,7 @@ class PrefillCore:
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
         """Parts are made before the scheduler applies: a sequence that ends in this step releases its blocks there."""
+        self._desk.moved(now)
         self._desk.step_id = plan.step_id
         self._desk.throughput.add(plan.num_tokens, now)
         self._p.pace.note(plan.num_tokens, now - self._planned_at)
@@ -137,6 +142,7 @@ class PrefillCore:
                 self._desk.counters["preempted"] += 1
 
     def _note_chunk(self, attempt: PrefillAttempt, rows: SequenceSlice, now: float) -> None:
+        fault_point("prefill.chunk")
         if attempt.started_at is None:
             attempt.started_at = self._planned_at
         chunk = (self._planned_at - attempt.received_at, now - self._planned_at, len(rows.token_ids))
@@ -153,6 +159,7 @@ class PrefillCore:
         end += destination.ticket.num_cached_blocks if last else 0
         if end <= attempt.num_pushed:
             return
+        fault_point("prefill.part")
         positions = tuple(range(attempt.num_pushed, end))
         sources = rows.table.block_ids[attempt.num_pushed : end]
         attempt.num_pushed = end
@@ -164,6 +171,7 @@ class PrefillCore:
         attempt = self._desk.attempts.get(event.key)
         if attempt is None:
             return
+        fault_point("prefill.sampled")
         attempt.token_at = now
         self._desk.token(event)
 
@@ -207,6 +215,7 @@ class PrefillCore:
         attempt = self._desk.attempts.get(action.key)
         if attempt is None:
             return
+        fault_point("prefill.pushed")
         stats, key = action.stats, action.key
         token_at = attempt.token_at if attempt.token_at is not None else stats.landed_at
         self._desk.tell(
@@ -224,6 +233,11 @@ class PrefillCore:
         )
         self._desk.end(key, "length")
 
+    @staticmethod
+    def _kept(attempt: PrefillAttempt, moving: bool) -> bool:
+        """One whose token is sampled is all but done: only its last blocks are on their way."""
+        return attempt.token_at is not None or (attempt.started_at is not None and not moving)
+
     def _drop(self, attempt: PrefillAttempt, now: float) -> None:
         """Forget an attempt. Parts already posted keep their references until their writes have ended."""
         self._desk.attempts.remove(attempt.key)
@@ -239,8 +253,12 @@ class PrefillCore:
         return self._desk.take_actions(self.load(now), now)
 
     def next_wake(self) -> float | None:
-        timers = (self._p.table.next_deadline(), self._desk.attempts.next_deadline(), self._peers.next_due())
+        timers = (self._p.table.next_deadline(), self._desk.next_due(), self._peers.next_due())
         return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:
         return self._desk.load(self._p.pool, self._p.scheduler, 0, self._p.table.in_flight, now)
+
+    def stuck_s(self, now: float) -> float:
+        """Work that waits for blocks of writes which do not end counts too: their receivers, or we, are stuck."""
+        return self._desk.stuck_s(self._p.scheduler.has_work, now)

@@ -20,12 +20,13 @@ from prefill_svc.attempt import PrefillParts
 from prefill_svc.core import PrefillCore
 from prefill_svc.service import PrefillService
 from worker.events import Core, OpenLink
+from worker.life import EXIT_CONFIG, run_shell
 from worker.link_client import LinkClient
 from worker.pace import Pace
 from worker.roles import build_executor as build_from
 from worker.roles import identity_of
 from worker.session_hub import SessionHub
-from worker.shell import EXIT_CONFIG, Shell, log, run_shell
+from worker.shell import Shell, log
 from worker.transports import make_transport
 from worker.wire import dial_link
 
@@ -97,7 +98,7 @@ class PrefillMain:
 
 
 def run_prefill(config: WorkerConfig, on_ready: Callable[[str], None]) -> int:
-    """Run a prefill worker until SIGTERM or SIGINT; returns the exit code (see worker.shell)."""
+    """Run a prefill worker until SIGTERM or SIGINT; returns the exit code (see worker.life)."""
     try:
         role = PrefillMain(config)
     except KVRelayError as error:

@@ -1,6 +1,7 @@
-"""What both roles' cores do alike: attempts by session, aborts and tombstones, endings, reports, load. Pure.
+"""What both roles' cores do alike: attempts by session, aborts and tombstones, drain, endings, reports, load. Pure.
 
-A core owns one desk; `drop` is its own way to let go of an attempt wherever it stands.
+A core owns one desk. `drop` is its own way to let go of an attempt wherever it stands; `kept(attempt, moving)` says
+whether a worker that drains keeps it: one that has begun, and at the end of the grace (moving) hardly any.
 """
 
 from __future__ import annotations
@@ -16,23 +17,34 @@ from kvrelay.requests import SequenceKey
 from kvrelay.session import Abort, Drain, Ended, Load, TokenOut
 from kvtransfer.actions import Count
 from worker.attempts import A, Attempts, key_of
-from worker.events import Action, CommandReceived, Event, SendReport, SessionClosed, SessionOpened
+from worker.drain import DrainTimes
+from worker.events import Action, CommandReceived, DrainAsked, Event, Leave, SendReport, SessionClosed, SessionOpened
 from worker.outbox import Item, Outbox
 from worker.throughput import Throughput
+
+PAUSE_S = 2.0
+"""Turns come twice a second at least. After a longer gap, a step or a pause of the process, waiting counts anew."""
 
 
 class Desk(Generic[A]):
     """actions: what the core wants done, besides reports, since they were last taken."""
 
-    def __init__(self, drop: Callable[[A, float], None]) -> None:
+    def __init__(self, drop: Callable[[A, float], None], kept: Callable[[A, bool], bool]) -> None:
         self.attempts: Attempts[A] = Attempts()
         self.actions: list[Action] = []
         self.counters: Counter[str] = Counter()
         self.throughput = Throughput()
-        self.draining = False
         self.step_id = 0
         self._drop = drop
+        self._kept = kept
+        self._drain: DrainTimes | None = None
+        self._has_moved = False
+        self._moved_at = self._asked_at = 0.0
         self._outbox = Outbox()
+
+    @property
+    def draining(self) -> bool:
+        return self._drain is not None
 
     def handle(self, event: Event, now: float) -> None:
         """Sessions that open and close, and the commands that both roles take alike. Other events are ignored."""
@@ -46,7 +58,9 @@ class Desk(Generic[A]):
             if isinstance(event.command, Abort):
                 self._abort(event, event.command, now)
             elif isinstance(event.command, Drain):
-                self.draining = True
+                self._begin_drain(event.command.grace_s, now)
+        elif isinstance(event, DrainAsked):
+            self._begin_drain(event.grace_s, now)
 
     def _abort(self, event: CommandReceived, command: Abort, now: float) -> None:
         key = key_of(event.session, command.request_id, command.attempt)
@@ -55,6 +69,33 @@ class Desk(Generic[A]):
             self.attempts.bury(key)
         else:
             self._drop(attempt, now)
+
+    def _begin_drain(self, grace_s: float, now: float) -> None:
+        """What has not begun is given back at once, so that another worker takes it up soon."""
+        self._drain = DrainTimes.of(grace_s, now).sooner(self._drain)
+        self._give_back(moving=False, now=now)
+        self._outbox.tell_all()
+        self.actions.append(Leave(grace_s))
+
+    def _give_back(self, moving: bool, now: float) -> None:
+        for attempt in self.attempts:
+            if not self._kept(attempt, moving):
+                self._drop(attempt, now)
+                self.counters["moved" if moving else "given_back"] += 1
+                key, message = attempt.key, "draining: moved" if moving else "draining"
+                self.tell(key, Ended(key.request_id, key.attempt, key.sequence, "failed", "Unavailable", message))
+
+    def _move_rest(self, now: float) -> None:
+        """The grace is nearly over: another worker goes on with what is left."""
+        if self._drain is not None and not self._has_moved and now >= self._drain.move_at:
+            self._has_moved = True
+            self._give_back(moving=True, now=now)
+
+    def next_due(self) -> float | None:
+        """When `expire` has something to do."""
+        move_at = None if self._drain is None or self._has_moved else self._drain.move_at
+        due = [at for at in (move_at, self.attempts.next_deadline()) if at is not None]
+        return min(due, default=None)
 
     def is_news(self, key: SequenceKey) -> bool:
         """False for an attempt that is here already, or whose abort came first."""
@@ -77,12 +118,24 @@ class Desk(Generic[A]):
         self.counters[action.name] += action.by
 
     def expire(self, now: float) -> None:
-        """Let go of every attempt whose deadline has passed."""
+        """Let go of every attempt whose deadline has passed, and of what a worker that drains may not keep longer."""
+        self._move_rest(now)
         for attempt in self.attempts.expired(now):
             key = attempt.key
             self._drop(attempt, now)
             ended = Ended(key.request_id, key.attempt, key.sequence, "failed", "DeadlineExceeded", "deadline passed")
             self.tell(key, ended)
+
+    def moved(self, now: float) -> None:
+        """A token was computed, or a block arrived or left."""
+        self._moved_at = now
+
+    def stuck_s(self, has_work: bool, now: float) -> float:
+        """Seconds without a move while there was work. To be asked at every turn; a long silence was our own pause."""
+        if not has_work or now - self._asked_at > PAUSE_S:
+            self._moved_at = now
+        self._asked_at = now
+        return now - self._moved_at
 
     def take_actions(self, load: Load, now: float) -> list[Action]:
         """Everything collected, then one report for each session that has something to hear."""

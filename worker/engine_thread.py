@@ -49,6 +49,8 @@ class EngineThread:
         """When the thread last finished a turn; a step that hangs lets it grow old."""
         self.load: Load | None = None
         """As of the last turn: an immutable value that other threads may read."""
+        self.stuck_s = 0.0
+        """As of the last turn: how long nothing has moved although there was work."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, timeout_s: float) -> Core:
@@ -101,6 +103,7 @@ class EngineThread:
             busy = plan is not None
             self.progress_at = time.monotonic()
             self.load = core.load(self.progress_at)
+            self.stuck_s = core.stuck_s(self.progress_at)
 
     @staticmethod
     def _say_slow(plan: Plan, num_events: int, turn_s: float, ran_s: float) -> None:

@@ -39,6 +39,13 @@ class CommandReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """This process was told to go: as the command Drain, from nobody's session."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LinkOpened:
     """Both sides have greeted each other."""
 
@@ -79,6 +86,7 @@ Event = (
     SessionOpened
     | SessionClosed
     | CommandReceived
+    | DrainAsked
     | LinkOpened
     | FromPrefill
     | FromDecode
@@ -112,7 +120,14 @@ class DropPeer:
     peer: Incarnation
 
 
-Action = SendReport | OpenLink | DropPeer | Reply | Send | Post | Expect | Unexpect | ExitProcess
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The worker takes nothing new any more: tell every coordinator, and end within grace_s (see worker.drain)."""
+
+    grace_s: float
+
+
+Action = SendReport | OpenLink | DropPeer | Leave | Reply | Send | Post | Expect | Unexpect | ExitProcess
 
 
 class Core(Protocol):
@@ -135,3 +150,7 @@ class Core(Protocol):
         ...
 
     def load(self, now: float) -> Load: ...
+
+    def stuck_s(self, now: float) -> float:
+        """How long nothing has moved, neither a token nor a block, although there is something to compute."""
+        ...

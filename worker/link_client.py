@@ -19,6 +19,7 @@ from kvrelay.link import LinkHello, LinkWelcome, ToDecode, ToPrefill
 from kvrelay.requests import Incarnation
 from worker.events import Event, FromDecode, LinkClosed, LinkOpened, OpenLink
 from worker.mailbox import Mailbox
+from worker.patience import within
 
 log = structlog.get_logger("worker.link")
 
@@ -118,6 +119,9 @@ class LinkClient:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:.0f} s"
         except asyncio.CancelledError:
             reason = "this worker is ending"
+        except Exception as error:  # a bug of ours, or of the transport's: it ends this link, and is said
+            log.exception("link failed", decode=target.worker_id)
+            reason = f"{type(error).__name__}: {error}"
         finally:
             link.closed.set()
             self._links.pop(target.peer, None)
@@ -128,8 +132,7 @@ class LinkClient:
         await call.write(replace(self._hello, decode_incarnation=target.peer))
         messages = call.messages()
         try:
-            async with asyncio.timeout(WELCOME_TIMEOUT_S):
-                welcome = await anext(messages)
+            welcome = await within(WELCOME_TIMEOUT_S, anext(messages))
         except StopAsyncIteration:
             raise Unavailable(f"{target.worker_id} closed the link before its welcome") from None
         self._check(target, welcome)

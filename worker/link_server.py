@@ -19,6 +19,7 @@ from kvrelay.requests import Incarnation
 from kvrelay.session import PROTOCOL_VERSION
 from worker.events import Event, FromPrefill, LinkClosed, LinkOpened
 from worker.mailbox import Mailbox
+from worker.patience import within
 
 log = structlog.get_logger("worker.link")
 
@@ -90,8 +91,7 @@ class LinkServer:
 
     async def _greet(self, messages: AsyncIterator[ToDecode]) -> LinkHello:
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = await anext(messages)
+            hello = await within(HELLO_TIMEOUT_S, anext(messages))
         except StopAsyncIteration:
             raise InvalidArgument("the link ended before hello", field="link.hello") from None
         if not isinstance(hello, LinkHello):

@@ -23,6 +23,7 @@ Item = Reserved | Refused | TokenOut | Landed | Pushed | ComputeRecord | Ended
 
 @dataclass(slots=True)
 class _Page:
+    due: bool = False
     items: dict[type[Item], list[Item]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -46,12 +47,18 @@ class Outbox:
         if page is not None:
             page.items[type(item)].append(item)
 
+    def tell_all(self) -> None:
+        """Every session gets a report next, if only for the load in it."""
+        for page in self._pages.values():
+            page.due = True
+
     def drain(self, step_id: int, now: float, load: Load) -> list[tuple[SessionId, Report]]:
         """A report for every session that has something to hear; items keep their order within each kind."""
         reports = []
         for session, page in self._pages.items():
-            if not page.items:
+            if not page.items and not page.due:
                 continue
+            page.due = False
             taken, page.items = page.items, defaultdict(list)
             reports.append(
                 (

@@ -5,6 +5,7 @@ The life of a session:
 2. the engine is told SessionOpened, the coordinator gets a welcome;
 3. commands go to the mailbox in order; reports are merged while one is being written, so the engine never waits;
 4. it ends when either side closes it, after 10 s without a word, or when it goes unread for 10 s or 4 MiB;
+   a worker that goes away says what is left to say first;
 5. the engine is told SessionClosed: an abort for everything opened through it.
 """
 
@@ -13,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
 
 from kvrelay.errors import FailedPrecondition, InvalidArgument
+from kvrelay.fault_points import fault_point
 from kvrelay.liveness import Liveness
 from kvrelay.requests import SessionId
 from kvrelay.session import (
@@ -33,12 +36,14 @@ from kvrelay.session import (
 )
 from worker.events import CommandReceived, Event, SessionClosed, SessionOpened
 from worker.mailbox import Mailbox
+from worker.patience import within
 
 log = structlog.get_logger("worker.session")
 
 UNREAD_LIMIT_S = 10.0
 UNREAD_LIMIT_ITEMS = 4 * 1024 * 1024 // 40
 """4 MiB of the smallest items (a token is about 40 bytes on the wire)."""
+LAST_WORDS_S = 1.0
 CHECK_S = 0.25
 
 WriteReport = Callable[[Report], Awaitable[None]]
@@ -57,7 +62,9 @@ class _Session:
         self.ended_because = ""
         self.heartbeat_seq = 0
         self.liveness = Liveness.start(WORKER_GIVES_UP_S, time.monotonic())
-        self.task: asyncio.Task[None] | None = None
+        self.unread = self.liveness
+        self.write_bound: asyncio.Timeout | None = None
+        self.has_last_words = False
 
     def put(self, report: Report) -> None:
         self.pending.append(report)
@@ -76,6 +83,27 @@ class _Session:
         self.pending.clear()
         self.num_items = 0
         return merged
+
+    def begin_write(self, bound: asyncio.Timeout) -> None:
+        """`check` lets the bound run out when the write took too long."""
+        self.unread = Liveness.start(UNREAD_LIMIT_S, time.monotonic())
+        self.write_bound = bound
+
+    def check(self, now: float) -> None:
+        """Every CHECK_S: is the coordinator silent, or does it read nothing?"""
+        self.liveness, gone = self.liveness.check(now, CHECK_S)
+        if gone:
+            self.end(f"nothing heard for {WORKER_GIVES_UP_S:.0f} s")
+        if self.write_bound is not None:
+            self.unread, stuck = self.unread.check(now, CHECK_S)
+            if stuck:
+                self.write_bound.reschedule(asyncio.get_running_loop().time())
+                self.write_bound = None
+
+    def end_with(self, task: asyncio.Task[None]) -> None:
+        """One of the session's own tasks died: then nobody reads its commands, or measures its silence."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.end(f"{type(error).__name__}: {error}")
 
     def end(self, why: str) -> None:
         if not self.ended_because:
@@ -107,7 +135,9 @@ class SessionHub:
             found.put(report)
 
     def end_all(self, why: str) -> None:
+        """Each says what it has left to say, and ends."""
         for session in list(self._sessions.values()):
+            session.has_last_words = True
             session.end(why)
 
     async def serve(self, commands: AsyncIterator[Command], write: WriteReport) -> None:
@@ -118,6 +148,8 @@ class SessionHub:
         self._sessions[session.id] = session
         self._mailbox.post(SessionOpened(session.id, session.coordinator_id))
         tasks = [asyncio.ensure_future(self._read(session, commands)), asyncio.ensure_future(self._watch(session))]
+        for task in tasks:
+            task.add_done_callback(session.end_with)
         try:
             session.put(Report(welcome=self._description, load=self._load()))
             await self._write(session, write)
@@ -136,8 +168,7 @@ class SessionHub:
     @staticmethod
     async def _greet(commands: AsyncIterator[Command]) -> Hello:
         try:
-            async with asyncio.timeout(WORKER_GIVES_UP_S):
-                first = await anext(commands)
+            first = await within(WORKER_GIVES_UP_S, anext(commands))
         except StopAsyncIteration:
             raise InvalidArgument("the session ended before hello", field="command.hello") from None
         if not isinstance(first, Hello):
@@ -159,6 +190,7 @@ class SessionHub:
     async def _read(self, session: _Session, commands: AsyncIterator[Command]) -> None:
         try:
             async for command in commands:
+                fault_point("worker.command")
                 session.liveness = session.liveness.heard(time.monotonic())
                 if isinstance(command, Heartbeat):
                     session.heartbeat_seq = command.seq
@@ -174,11 +206,9 @@ class SessionHub:
             raise
 
     async def _watch(self, session: _Session) -> None:
-        while not session.closed.is_set():
+        while True:
             await asyncio.sleep(CHECK_S)
-            session.liveness, gone = session.liveness.check(time.monotonic(), CHECK_S)
-            if gone:
-                session.end(f"nothing heard for {WORKER_GIVES_UP_S:.0f} s")
+            session.check(time.monotonic())
 
     async def _write(self, session: _Session, write: WriteReport) -> None:
         """Write merged reports, and a heartbeat with the load when there was nothing else for HEARTBEAT_S."""
@@ -190,11 +220,22 @@ class SessionHub:
                 session.put(Report(load=self._load()))
             session.something.clear()
             report = session.take()
-            if report is None:
-                continue
-            stamped = replace(report, heartbeat_seq=session.heartbeat_seq, sent_at_s=time.monotonic())
-            try:
-                async with asyncio.timeout(UNREAD_LIMIT_S):
-                    await write(stamped)
-            except TimeoutError:
-                session.end(f"a report went unread for {UNREAD_LIMIT_S:.0f} s")
+            if report is not None:
+                await self._write_one(session, report, write)
+        report = session.take()
+        if report is not None and session.has_last_words:
+            with suppress(TimeoutError):
+                await within(LAST_WORDS_S, self._write_one(session, report, write))
+
+    @staticmethod
+    async def _write_one(session: _Session, report: Report, write: WriteReport) -> None:
+        fault_point("worker.report")
+        stamped = replace(report, heartbeat_seq=session.heartbeat_seq, sent_at_s=time.monotonic())
+        try:
+            async with asyncio.timeout(None) as bound:
+                session.begin_write(bound)
+                await write(stamped)
+        except TimeoutError:
+            session.end(f"a report went unread for {UNREAD_LIMIT_S:.0f} s")
+        finally:
+            session.write_bound = None

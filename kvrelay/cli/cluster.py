@@ -85,7 +85,7 @@ class Cluster:
     def kill_silent(self, name: str, pid: int) -> None:
         """SIGKILL to the present process of a member, if it is still the one meant; it will be started again."""
         if self.pids.get(name) == pid:
-            self._say(f"{name} is silent and gets killed")
+            self._say(f"{name} is silent or stuck and gets killed")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -43,7 +43,7 @@ async def serve(plan: LocalPlan, screen: Screen, body: Body) -> int:
         screen.say(failed.message)
         return failed.code
     finally:
-        await cluster.stop()
+        await cluster.stop(plan.stop_grace_s)
 
 
 class _Failed(Exception):

@@ -49,12 +49,16 @@ def on_exit(life: Life, code: int, lived_s: float, cluster_served: bool, last_li
     """The process ended by itself with `code` (negative: that signal) after `lived_s`.
 
     The first death restarts at once, the next ones in a row after 0.5, 1, 2 ... 15 s. A configuration error is final,
-    and so are START_TRIES deaths in a row before the cluster ever served.
+    and so are START_TRIES deaths in a row before the cluster ever served. Who was told to go (`kvrelay drain`) did not
+    die: it is started again at once.
     """
     how = describe_exit(code)
     why = f": {last_line}" if last_line else ""
     if code == EXIT_CONFIG:
         return life, GiveUp(EXIT_CONFIG, f"{life.name} cannot be configured{why}")
+    if code == 0 and cluster_served and lived_s >= FIRST_DELAY_S:
+        message = f"{life.name} went after {lived_s:.1f} s; starting incarnation {life.incarnations + 1} now"
+        return life, Restart(0.0, message)
     deaths = 1 if lived_s >= STEADY_S else life.quick_deaths + 1
     life = replace(life, quick_deaths=deaths)
     if deaths >= START_TRIES and not cluster_served:

@@ -1,7 +1,8 @@
-"""Kills a process of a local cluster that is silent, so that its supervisor starts it again. Knows no roles.
+"""Kills a process of a local cluster that is silent or unwell, so that its supervisor starts it again. Knows no roles.
 
 A process that hangs or stands still keeps its connections open, and with them the blocks that it may still write to;
-its death is what sets them free. Silence counts only while our own timer was on time.
+its death is what sets them free. So does one that says itself that nothing moves (NOT_SERVING), but for its event loop:
+it had 10 s to say so and gets as many again. All of it counts only while our own timer was on time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Members = Callable[[], Mapping[str, Reached]]
 
 
 async def watch(members: Members, kill: Callable[[str, int], None], silent_s: float = SILENT_S) -> None:
-    """Runs until cancelled. kill(name, pid) is called for a process that answered no health check for silent_s."""
+    """Runs until cancelled. kill(name, pid) is called for a process that did not say for silent_s that it is well."""
     watched: dict[Reached, asyncio.Task[None]] = {}
     try:
         while True:
@@ -53,8 +54,9 @@ async def _watch_one(name: str, reached: Reached, kill: Callable[[str, int], Non
         while True:
             began = time.monotonic()
             with suppress(grpc.RpcError):
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=CHECK_S)
-                state = state.heard(time.monotonic())
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CHECK_S)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    state = state.heard(time.monotonic())
             await asyncio.sleep(max(0.0, CHECK_S - (time.monotonic() - began)))
             state, gone = state.check(time.monotonic(), CHECK_S)
             if gone:

@@ -1,0 +1,49 @@
+"""How a worker is: well while something moves or there is nothing to do. Said by gRPC health; decides nothing else.
+
+Stuck means that for STUCK_S the engine's thread did not come round, or that nothing moved although there was work.
+Then readiness and liveness are NOT_SERVING; `kvrelay up` kills a worker for which that lasts. A busy one is not stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+import structlog
+
+from kvrelay.fault_points import fault_point
+from kvrelay.liveness import Liveness
+from kvrelay.rpc.server import RpcServer
+
+log = structlog.get_logger("worker.health")
+
+CHECK_S = 0.5
+STUCK_S = 9.0
+"""With CHECK_S and an idle engine's turns below the 10 s after which a worker must not be called healthy."""
+LIVENESS = ""
+"""The name under which gRPC health tells how the whole process is."""
+
+
+class Turning(Protocol):
+    """What is looked at: as of the engine's last turn, written by its thread."""
+
+    progress_at: float
+    stuck_s: float
+
+
+async def watch(engine: Turning, server: RpcServer) -> None:
+    """Until cancelled. Our own pauses, in which the engine stood still too, do not count."""
+    turns = Liveness.start(STUCK_S, time.monotonic())
+    healthy = True
+    while True:
+        await asyncio.sleep(CHECK_S)
+        fault_point("worker.watch")
+        turns = turns.heard(max(turns.heard_at, engine.progress_at))
+        turns, hangs = turns.check(time.monotonic(), CHECK_S)
+        now_healthy = not hangs and engine.stuck_s < STUCK_S
+        if now_healthy != healthy:
+            healthy = now_healthy
+            log.warning("health changed", healthy=healthy, engine_hangs=hangs, nothing_moved_s=round(engine.stuck_s, 1))
+            await server.set_ready(healthy)
+            await server.set_ready(healthy, LIVENESS)
