@@ -61,8 +61,8 @@ class Roster:
         return next((d.layout.block_size for d in self._state.up), 0)
 
     def has(self, role: Role) -> bool:
-        """Whether a worker of this role has a session and is not about to go."""
-        return any(d.role is role and d.worker_id in self._loads for d in self._state.up)
+        """Whether a worker of this role has a session. One that drains counts: its successor is waited for after it."""
+        return any(load.description.role is role for load in self._loads.values())
 
     def listing(self) -> list[tuple[WorkerDescription, Load | None, float]]:
         """(description, last load, seconds of silence) of all workers with a session, by id."""
