@@ -206,6 +206,8 @@ def _worker_ended(state: State, event: WorkerEnded, now: float) -> Step:
         return end(state, Fail(errors.Internal(early)))
     words = f"{who}: {event.message}{_other_end(state, role)}"
     error = error_named(event.code, words)
+    if isinstance(error, errors.DeadlineExceeded):  # by a clock that leapt: ours alone ends a request for its time
+        return without(state, role, Loss(Cause.GAVE_UP, event.worker, words), now)
     if error.retryable:
         return without(state, role, Loss(Cause.FAILED, event.worker, words), now)
     return end(state, Fail(error))

@@ -80,7 +80,10 @@ def test_a_moved_request_goes_on_where_it_was_and_ends_by_its_own_limit() -> Non
     assert state.tries.lost == 1
 
 
-@pytest.mark.parametrize(("reason", "code"), [("failed", "Unavailable"), ("failed", "Aborted"), ("aborted", "")])
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("failed", "Unavailable"), ("failed", "Aborted"), ("failed", "DeadlineExceeded"), ("aborted", "")],
+)
 @pytest.mark.parametrize("phase", [Phase.RESERVING, Phase.PREFILLING, Phase.DECODING])
 def test_decode_that_gives_up_moves_the_request(phase: Phase, reason: str, code: str) -> None:
     state, actions = play(in_phase(phase), ev.WorkerEnded(D, 0, reason, code, "so"))
@@ -88,10 +91,11 @@ def test_decode_that_gives_up_moves_the_request(phase: Phase, reason: str, code:
     assert [a.worker for a in actions if isinstance(a, SendCommand)] == ([] if phase is Phase.RESERVING else [P])
     assert isinstance(actions[-1], Requeue)
     assert actions[-1].loss is not None
-    assert actions[-1].loss.cause is (Cause.GAVE_UP if reason == "aborted" else Cause.FAILED)
+    by_itself = reason == "aborted" or code == "DeadlineExceeded"
+    assert actions[-1].loss.cause is (Cause.GAVE_UP if by_itself else Cause.FAILED)
 
 
-@pytest.mark.parametrize("code", ["Internal", "InvalidArgument", "DeadlineExceeded", "FailedPrecondition", "Strange"])
+@pytest.mark.parametrize("code", ["Internal", "InvalidArgument", "FailedPrecondition", "Strange"])
 def test_an_end_that_trying_again_would_not_mend_is_the_clients_answer_at_once(code: str) -> None:
     for phase, worker in ((Phase.PREFILLING, P), (Phase.DECODING, D), (Phase.DECODING, P)):
         state, actions = play(in_phase(phase), ev.WorkerEnded(worker, 0, "failed", code, "so"))
