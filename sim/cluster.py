@@ -17,6 +17,7 @@ from sim.memory import Fabric
 from sim.network import Network
 from sim.reference import OneProcess
 from sim.scenario import Scenario, asks_of, scenario_of
+from sim.watch import Watch
 from sim.worker_node import WorkerNode, WorkerShape
 from sim.world import Node, Violation, World, dropping_what_is_left
 
@@ -51,9 +52,12 @@ class SimCluster:
         self._lives: Counter[str] = Counter()
         self._gone: list[WorkerNode | CoordinatorNode] = []
         self._pending_starts = 0
-        self.clients = Clients(self.world, self.net, [f"{name}:1" for name in scenario.coordinators])
+        self.lost_progress = 0
+        self.watch = Watch(self)
+        addresses = [f"{name}:1" for name in scenario.coordinators]
+        self.clients = Clients(self.world, self.net, addresses, self.watch.judge_error)
         self.plan = FaultPlan(self)
-        self.world.after_step.append(self._look)
+        self.world.after_step += [self._look, self.watch.look]
 
     def start(self) -> None:
         for name in self.scenario.coordinators:
@@ -104,11 +108,17 @@ class SimCluster:
         coordinator = CoordinatorNode(self.world, self.net, name, self._lives[name], config)
         self.coordinators[name] = coordinator
         self.world.trace(name, f"starts as {coordinator.roster.coordinator_id}")
-        coordinator.node.on_death.append(lambda: self._restart(lambda: self._start_coordinator(name)))
+        coordinator.node.on_death.append(lambda: self._coordinator_died(name))
+
+    def _coordinator_died(self, name: str) -> None:
+        self.watch.disturb(name, 5.0)
+        self._restart(lambda: self._start_coordinator(name))
 
     def _worker_died(self, worker: WorkerNode) -> None:
         self._take_counters(worker)
         self._gone.append(worker)
+        self.lost_progress += worker.progress + 1
+        self.watch.disturb(worker.shape.name, 5.0)
         self._restart(lambda: self._start_worker(worker.shape))
 
     def _restart(self, start: Callable[[], None], delay: float | None = None) -> None:
@@ -125,6 +135,7 @@ class SimCluster:
     def vanish(self, node: Node) -> None:
         """The host is lost without a word; another takes its address later. What it had on the wire stops with it."""
         self.world.trace(node.name, "vanishes with its host")
+        self.watch.disturb(node.name, 45.0)
         self.net.vanish(node)
         node.crash("its host is gone")
 

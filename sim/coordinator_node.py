@@ -24,6 +24,7 @@ from kvrelay.models.builtin import builtin_identity
 from kvrelay.requests import RequestId, Sampling, StopRule
 from kvrelay.session import Command, Report, WorkerDescription
 from sim.network import End, Network
+from sim.watch import EmissionCheck
 from sim.world import Node, World
 
 
@@ -46,6 +47,7 @@ class CoordinatorNode:
         self.address = f"{name}:1"
         self.roster = Roster(f"{name}.{life}", Served(builtin_identity("hash"), "hash"), self._dial)
         self.dispatcher = Dispatcher(config, self.roster)
+        self.roster.owner = EmissionCheck(self.dispatcher)
         self._codec = ByteCodec()
         self._serial = 0
         self._life = life

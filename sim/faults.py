@@ -33,13 +33,13 @@ class FaultPlan:
         kinds, net, fabric = self.scenario.faults, self.cluster.net, self.cluster.fabric
         self.active = True
         net.may_cut = self._may_cut
-        net.cut_chance = 0.002 if "cut" in kinds else 0.0
+        net.cut_chance = {"session": 0.002, "link": 0.02, "announce": 0.02} if "cut" in kinds else {}
         net.slow_chance = 0.02 if "slow" in kinds else 0.0
         if "write" in kinds:
             fabric.faults.fail = 0.04
             fabric.faults.duplicate = 0.2
             fabric.faults.late_notice = 0.2
-            fabric.faults.slow = 0.03
+            fabric.faults.slow = self.world.rng.choice((0.01, 0.05, 0.2))
             fabric.faults.refuse_post = 0.02
         fault_points.install(self._point if "point" in kinds else None)
         if any(kind in kinds for kind in MOMENTS):
@@ -50,7 +50,7 @@ class FaultPlan:
         if self.active:
             self.active = False
             net, fabric = self.cluster.net, self.cluster.fabric
-            net.cut_chance = net.slow_chance = 0.0
+            net.cut_chance, net.slow_chance = {}, 0.0
             faults = fabric.faults
             faults.fail = faults.duplicate = faults.late_notice = faults.slow = faults.refuse_post = 0.0
             net.unclog()
@@ -105,6 +105,7 @@ class FaultPlan:
             node.paused = False
 
         self.world.after(seconds, go_on)
+        self.cluster.watch.disturb(node.name, seconds)
         if seconds > 10.0:
             self.world.after(10.0, lambda: node.crash("silent for 10 s, killed by its supervisor"))
 
@@ -115,6 +116,7 @@ class FaultPlan:
             seconds = self.world.rng.uniform(0.1, 5.0)
             self.world.trace(node.name, f"its clock jumps by {seconds:.2f} s")
             node.jump(seconds)
+            self.cluster.watch.disturb(node.name)
 
     def _clog(self) -> None:
         nodes = [node for node in self.world.nodes if node is not self.cluster.clients.node]
@@ -124,6 +126,8 @@ class FaultPlan:
             self.happened["clog"] += 1
             self.world.trace("network", f"nothing goes from {a.name} to {b.name} for {seconds} s")
             self.cluster.net.clog(a.name, b.name, seconds)
+            self.cluster.watch.disturb(a.name, seconds)
+            self.cluster.watch.disturb(b.name, seconds)
             if self.world.rng.random() < 0.5:
                 self.cluster.net.clog(b.name, a.name, seconds)
 
@@ -145,9 +149,10 @@ class FaultPlan:
         nodes = [n for n in self.world.nodes if n is not self.cluster.clients.node]
         return self.world.rng.choice(nodes) if nodes else None
 
-    @staticmethod
-    def _may_cut(end: End) -> bool:
+    def _may_cut(self, end: End) -> bool:
         """Nothing but the two kernels closes a link while one of its processes stands still (docs/hand-off.md)."""
-        if end.kind == "generate":
+        if end.kind == "generate" or (end.kind == "link" and (end.node.paused or end.peer.node.paused)):
             return False
-        return end.kind != "link" or not (end.node.paused or end.peer.node.paused)
+        for side in (end, end.peer):
+            self.cluster.watch.disturb(side.node.name)
+        return True

@@ -114,8 +114,8 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.ends: list[End] = []
-        self.cut_chance = 0.0
-        """Of each message: its connection is cut at it."""
+        self.cut_chance: dict[str, float] = {}
+        """Of each message, by kind of connection: it is cut there."""
         self.slow_chance = 0.0
         self.num_cut = 0
         self.may_cut: Callable[[End], bool] = lambda _: True
@@ -192,7 +192,8 @@ class Network:
         end.last_at = max(end.last_at + 1e-6, world.now + self._latency(end.node.name, end.peer.node.name))
         end.out.append((end.last_at, message))
         world.at(end.last_at, lambda: self._pump(end))
-        if self.cut_chance and world.rng.random() < self.cut_chance and self.may_cut(end):
+        chance = self.cut_chance.get(end.kind)
+        if chance and world.rng.random() < chance and self.may_cut(end):
             self.cut(end)
 
     def _pump(self, end: End) -> None:

@@ -64,7 +64,8 @@ def scenario_of(seed: int) -> Scenario:
         for role, count in counts.items()
         for i in range(count)
     )
-    faults = frozenset(kind for kind in KINDS if rng.random() < 0.35) if rng.random() > 0.08 else frozenset()
+    share = rng.choice((0.0, 0.2, 0.4, 0.4, 0.7))
+    faults = frozenset(kind for kind in KINDS if rng.random() < share)
     return Scenario(
         seed=seed,
         workers=workers,
