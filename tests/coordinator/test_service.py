@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace import NoOpTracerProvider
+from support.door import MODEL, Door, held, join, read_all, until
 from support.fake_workers import LAYOUT, FakeWorker
 
 from coordinator import validate
 from coordinator.main import INFERENCE, Coordinator
-from coordinator.model_facts import load_model
 from coordinator.states import Phase
 from coordinator.stream import TokenItem
 from kvrelay.config import CoordinatorConfig
@@ -38,98 +36,7 @@ from kvrelay.requests import RequestId, Role
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.session import Abort, Drain, Hello, Prefill, Refused, Reserve, Start
-from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
-
-MODEL = load_model(CoordinatorConfig(executor="hash"))
-
-
-async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
-    """Waits for a condition with a bound."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        await asyncio.sleep(0.005)
-
-
-@dataclass
-class Answer:
-    """What a client saw of one call."""
-
-    accepted: inference_pb2.Accepted | None = None
-    tokens: list[inference_pb2.Token] = field(default_factory=list)
-    finished: inference_pb2.Finished | None = None
-    error: KVRelayError | None = None
-
-    @property
-    def ids(self) -> list[int]:
-        return [t.token_id for t in self.tokens]
-
-    @property
-    def text(self) -> str:
-        return "".join(t.text for t in self.tokens) + (self.finished.text if self.finished else "")
-
-    def take(self, message: inference_pb2.GenerateResponse) -> None:
-        match message.WhichOneof("event"):
-            case "accepted":
-                assert self.accepted is None
-                self.accepted = message.accepted
-            case "token":
-                assert message.token.index == len(self.tokens), "each index once and in order"
-                self.tokens.append(message.token)
-            case _:
-                assert self.finished is None
-                self.finished = message.finished
-
-
-class Door:
-    """A coordinator with a client's channel to it."""
-
-    def __init__(self, coordinator: Coordinator, address: str, channel: grpc.aio.Channel) -> None:
-        self.coordinator, self.address, self.channel = coordinator, address, channel
-        self.stub = inference_pb2_grpc.InferenceServiceStub(channel)
-
-    def call(self, timeout: float | None = None, **fields: Any) -> Any:
-        request = inference_pb2.GenerateRequest(**fields)
-        return self.stub.Generate(request, timeout=timeout)
-
-    async def ask(self, timeout: float | None = None, **fields: Any) -> Answer:
-        return await read_all(self.call(timeout, **fields))
-
-    @property
-    def counters(self) -> Any:
-        return self.coordinator.dispatcher.counters
-
-    async def idle(self) -> None:
-        dispatcher = self.coordinator.dispatcher
-        await until(lambda: dispatcher.num_open == 0 and not dispatcher._live)
-
-
-async def read_all(call: Any) -> Answer:
-    answer = Answer()
-    try:
-        async for message in call:
-            answer.take(message)
-    except grpc.RpcError as error:
-        answer.error = from_rpc_error(error)
-    return answer
-
-
-@pytest_asyncio.fixture
-async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
-    changes = getattr(request, "param", {})
-    config = CoordinatorConfig(listen="127.0.0.1:0", executor="hash", **changes)
-    coordinator = Coordinator(config, MODEL, NoOpTracerProvider())
-    address = await coordinator.start()
-    async with open_channel(address) as channel:
-        yield Door(coordinator, address, channel)
-    await coordinator.stop(0)
-
-
-@pytest_asyncio.fixture
-async def pair(door: Door) -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
-    async with FakeWorker(Role.PREFILL, "p0") as prefill, FakeWorker(Role.DECODE, "d0") as decode:
-        await join(door, prefill, decode)
-        yield prefill, decode
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, model_pb2, model_pb2_grpc
 
 
 async def end_of(call: Any) -> grpc.StatusCode:
@@ -141,16 +48,6 @@ async def end_of(call: Any) -> grpc.StatusCode:
         pass
     code: grpc.StatusCode = await call.code()
     return code
-
-
-async def join(door: Door, *workers: FakeWorker) -> None:
-    for worker in workers:
-        await worker.announce_to(door.address)
-    await until(lambda: len(door.coordinator.roster.listing()) == len(workers))
-
-
-def held(worker: FakeWorker, step: str) -> None:
-    worker.hold[step] = asyncio.Event()
 
 
 async def test_a_stream_from_accepted_to_finished(door: Door, pair: tuple[FakeWorker, FakeWorker]) -> None:
@@ -448,30 +345,6 @@ async def test_another_refusal_reaches_the_client(door: Door, pair: tuple[FakeWo
     answer = await door.ask(text="x", max_tokens=3)
     assert isinstance(answer.error, FailedPrecondition)
     assert (answer.error.message, answer.error.field) == ("not with me", "layout")
-    await door.idle()
-
-
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("how", ["dies", "falls silent"])
-async def test_a_lost_worker_ends_its_requests_unavailable_within_5_s(
-    door: Door, pair: tuple[FakeWorker, FakeWorker], at: int, how: str
-) -> None:
-    prefill, decode = pair
-    held(prefill, "landed")
-    held(decode, "decode")
-    asked = asyncio.ensure_future(door.ask(text="x"))
-    await until(lambda: decode.commands(Start))
-    began = time.monotonic()
-    if how == "dies":
-        await pair[at].die()
-    else:
-        pair[at].silent = True
-    answer = await asked
-    assert isinstance(answer.error, Unavailable)
-    assert f"{pair[at].role} worker {pair[at].name} was lost" in answer.error.message
-    assert time.monotonic() - began < 5.0
-    assert answer.ids == [97]
-    await until(lambda: pair[1 - at].commands(Abort))
     await door.idle()
 
 

@@ -171,6 +171,34 @@ def test_one_id_belongs_to_one_role() -> None:
     assert actions[0].error.field == "worker_id"
 
 
+def test_an_id_in_use_by_a_live_worker_is_not_given_to_another_process() -> None:
+    state = up(worker("p0"))
+    other = worker("p0", life="two", address="elsewhere:1")
+    after, actions = play(state, Announced(other, silent_s=0.3))
+    assert after == state
+    assert isinstance(actions[0], Refuse)
+    assert actions[0].error.field == "worker_id"
+    assert actions[0].error.message == "worker p0: id is in use by a live worker at h:p0 (process 1)"
+
+
+def test_an_id_goes_to_who_comes_next_once_its_owner_is_silent_gone_or_about_to_go() -> None:
+    other = worker("p0", life="two", address="elsewhere:1")
+    replaced = [Hangup(WorkerId("p0"), Incarnation("one")), Dial(other)]
+    assert play(up(worker("p0")), Announced(other, silent_s=rg.STALLED_S))[1] == replaced
+    state, _ = play(up(worker("p0")), Leaving(WorkerId("p0"), Incarnation("one")))
+    assert play(state, Announced(other, silent_s=0.1))[1] == replaced
+    state, _ = play(up(worker("p0")), SessionDown(WorkerId("p0"), Incarnation("one")))
+    assert play(state, Announced(other))[1] == replaced
+
+
+def test_a_new_life_on_the_same_address_replaces_the_old_one_however_lately_that_was_heard() -> None:
+    new = worker("p0", life="two")
+    assert play(up(worker("p0")), Announced(new, silent_s=0.0))[1] == [
+        Hangup(WorkerId("p0"), Incarnation("one")),
+        Dial(new),
+    ]
+
+
 def test_the_context_limit_is_the_smallest_of_model_and_pools() -> None:
     assert rg.context_limit(fresh()) == 1000
     assert rg.context_limit(up(worker("p0"))) == 1000

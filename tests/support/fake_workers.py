@@ -1,7 +1,8 @@
 """Tiny workers that speak the session protocol over real gRPC and compute nothing: what a coordinator is tested with.
 
 Each command that arrives is kept in `got`. What the worker answers is a test's to choose: `hold` names steps that wait
-until they are let go: "reserve", "token0", "landed", "decode". Tokens are 97, 98, ... by index, or those of `script`.
+until they are let go: "reserve", "token0", "landed", "decode", "token N" (decode's, by index). Tokens are 97, 98, ...
+by index, or those of `script`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class FakeWorker:
         self.silent = False
         self.hold: dict[str, asyncio.Event] = {}
         self.aborted: set[tuple[str, int]] = set()
-        self.sessions: list[asyncio.Queue[Report | None]] = []
+        self.sessions: list[asyncio.Queue[Report | Exception | None]] = []
         self.known: dict[RequestId, tuple[Work, asyncio.Event]] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
         self.server = RpcServer()
@@ -115,6 +116,11 @@ class FakeWorker:
         for session in self.sessions:
             session.put_nowait(report)
 
+    def break_sessions(self) -> None:
+        """The handler of every session raises, as a bug of a worker would make it."""
+        for session in self.sessions:
+            session.put_nowait(RuntimeError("ordered by a test"))
+
     def take(self, command: Command) -> None:
         self.got.append(command)
         if isinstance(command, Reserve):
@@ -174,6 +180,7 @@ class FakeWorker:
         index = len(work.token_ids) - work.num_prompt_tokens + 1
         while (rid, attempt) not in self.aborted:
             await asyncio.sleep(self.step_s)
+            await self._gate(f"token {index}")
             token = self._token_at(index)
             reason = work.stop.finish_of(index, token)
             ended = (Ended(rid, attempt, 0, reason.value),) if reason else ()
@@ -199,7 +206,7 @@ def _service(worker: FakeWorker) -> object:
     )
 
     async def session(self: object, requests: AsyncIterator[Any], context: Any) -> None:
-        assembler, reports = CommandAssembler(), asyncio.Queue[Report | None]()
+        assembler, reports = CommandAssembler(), asyncio.Queue[Report | Exception | None]()
 
         async def read() -> None:
             async for request in requests:
@@ -218,12 +225,15 @@ def _service(worker: FakeWorker) -> object:
         reader = asyncio.ensure_future(read())
         try:
             while (report := await reports.get()) is not None:
+                if isinstance(report, Exception):
+                    raise report
                 if worker.silent:
                     continue
                 for proto in report_to_protos(report):
                     await context.write(response(report=proto))
         finally:
             reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
             if reports in worker.sessions:
                 worker.sessions.remove(reports)
 

@@ -1,0 +1,65 @@
+"""Who may come in while a role is without a worker, and what is full."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from coordinator.admission import NO_WORKER_GRACE_S, Admission
+from kvrelay.config import CoordinatorConfig
+from kvrelay.errors import ResourceExhausted, Unavailable
+from kvrelay.requests import Role
+
+BOTH, NONE = frozenset(Role), frozenset[Role]()
+ENDS_AT = 10.0 + NO_WORKER_GRACE_S
+
+
+def admission(*looks: tuple[frozenset[Role], float]) -> Admission:
+    made = Admission(CoordinatorConfig(queue_limit=2, open_limit=3))
+    for present, now in looks:
+        made.look(present.__contains__, now)
+    return made
+
+
+def is_let_in(made: Admission, now: float, needs_decode: bool = True) -> bool:
+    with suppress(Unavailable):
+        made.check(needs_decode, 0, 0, now)
+        return True
+    return False
+
+
+def test_a_role_that_never_had_a_worker_is_refused_at_once() -> None:
+    assert not is_let_in(admission((NONE, 10.0)), 10.0)
+    assert not is_let_in(admission((frozenset({Role.PREFILL}), 10.0)), 10.0)
+    assert is_let_in(admission((frozenset({Role.PREFILL}), 10.0)), 10.0, needs_decode=False)
+
+
+def test_a_role_whose_last_worker_went_is_waited_for() -> None:
+    made = admission((BOTH, 9.0), (frozenset({Role.PREFILL}), 10.0), (frozenset({Role.PREFILL}), 12.0))
+    assert is_let_in(made, ENDS_AT - 0.01)
+    assert not is_let_in(made, ENDS_AT)
+    assert is_let_in(made, ENDS_AT, needs_decode=False)
+    assert (made.hopeless(Role.DECODE, ENDS_AT), made.hopeless(Role.PREFILL, ENDS_AT)) == (True, False)
+
+
+def test_a_worker_that_came_back_begins_the_wait_anew() -> None:
+    made = admission((BOTH, 9.0), (NONE, 10.0), (BOTH, ENDS_AT + 1))
+    assert is_let_in(made, ENDS_AT + 1)
+    made.look(NONE.__contains__, ENDS_AT + 2)
+    assert is_let_in(made, ENDS_AT + 3)
+
+
+def test_a_look_says_whether_a_role_has_just_lost_its_last_worker() -> None:
+    made = Admission(CoordinatorConfig())
+    looks = [made.look(present.__contains__, 10.0) for present in (NONE, BOTH, NONE, NONE, BOTH)]
+    assert looks == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(("num_open", "num_queued"), [(3, 0), (0, 2)])
+def test_what_is_full_refuses_with_a_hint(num_open: int, num_queued: int) -> None:
+    made = admission((BOTH, 10.0))
+    made.check(True, num_open - 1 if num_open else 0, num_queued - 1 if num_queued else 0, 10.0)
+    with pytest.raises(ResourceExhausted, match="that is the limit") as raised:
+        made.check(True, num_open, num_queued, 10.0)
+    assert raised.value.retry_after_s == 1.0
