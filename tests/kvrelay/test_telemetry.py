@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -16,19 +17,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvrelay.telemetry import logging as our_logging
 from kvrelay.telemetry import tracing
-from kvrelay.telemetry.request_trace import Chunk, Interval, RequestTrace, build_request_spans
+from kvrelay.telemetry.request_trace import AttemptTrace, Chunk, Interval, RequestTrace, build_request_spans
 
 ACCEPTED_NS = 1_800_000_000_000_000_000
 
 
-def a_record(**changes) -> RequestTrace:
+def an_attempt(**changes) -> AttemptTrace:
     base = {
-        "request_id": "r1",
-        "accepted_ns": ACCEPTED_NS,
         "ended_s": 2.0,
-        "outcome": "length",
-        "model": "m",
-        "prompt_tokens": 1000,
         "token_offsets_s": (0.5, 1.0, 2.0),
         "prefill_worker": "p1",
         "decode_worker": "d1",
@@ -44,7 +40,12 @@ def a_record(**changes) -> RequestTrace:
         "num_bytes": 25_000_000,
         "exposed_s": 0.05,
     }
-    return RequestTrace(**(base | changes))
+    return AttemptTrace(**(base | changes))
+
+
+def a_record(*attempts: AttemptTrace, **changes) -> RequestTrace:
+    base = {"request_id": "r1", "accepted_ns": ACCEPTED_NS, "outcome": "length", "model": "m", "prompt_tokens": 1000}
+    return RequestTrace(**(base | {"attempts": attempts or (an_attempt(),)} | changes))
 
 
 def built(record: RequestTrace) -> dict[str, list]:
@@ -85,6 +86,7 @@ def test_a_request_becomes_one_tree_with_explicit_times():
 def test_the_push_span_says_what_moved_and_how_fast():
     (push,) = built(a_record())["kv.push"]
     assert push.attributes == {
+        "kvrelay.attempt": 0,
         "kvrelay.worker.id": "p1",
         "kvrelay.push.transport": "nixl",
         "kvrelay.push.blocks": 63,
@@ -96,7 +98,7 @@ def test_the_push_span_says_what_moved_and_how_fast():
 
 def test_decode_is_cut_into_segments_of_512_tokens_that_hold_all_offsets():
     offsets = tuple(0.5 + i / 1000 for i in range(1300))
-    segments = built(a_record(token_offsets_s=offsets, ended_s=1.9, decode=Interval(0.5, 1.9)))["decode"]
+    segments = built(a_record(an_attempt(token_offsets_s=offsets, ended_s=1.9, decode=Interval(0.5, 1.9))))["decode"]
     assert [len(s.attributes["kvrelay.decode.token_offsets_s"]) for s in segments] == [512, 512, 276]
     assert sum((s.attributes["kvrelay.decode.token_offsets_s"] for s in segments), ()) == offsets
     assert [s.attributes["kvrelay.decode.first_index"] for s in segments] == [0, 512, 1024]
@@ -105,12 +107,35 @@ def test_decode_is_cut_into_segments_of_512_tokens_that_hold_all_offsets():
 
 
 def test_only_what_happened_has_a_span_and_a_lost_worker_s_open_span_is_closed_as_lost():
-    early = built(a_record(**dict.fromkeys(("place", "reserve", "prefill", "push", "decode"))))
+    early = built(a_record(an_attempt(**dict.fromkeys(("place", "reserve", "prefill", "push", "decode")))))
     assert set(early) == {"Generate", "queue"}
-    lost = built(a_record(outcome="Unavailable", lost_worker="d1"))
+    lost = built(a_record(an_attempt(lost_worker="d1"), outcome="Aborted"))
     assert lost["decode"][0].attributes["kvrelay.worker.lost"] is True
     assert "kvrelay.worker.lost" not in lost["reserve"][0].attributes
     assert "kvrelay.worker.lost" not in lost["prefill"][0].attributes
+
+
+def test_a_moved_request_shows_both_attempts_and_the_move_between_them():
+    lost = an_attempt(ended_s=1.5, token_offsets_s=(0.5, 1.0), decode=Interval(0.5, 1.5), lost_worker="d1")
+    lost = dataclasses.replace(lost, cause="worker_lost", migrated_s=1.8)
+    moved = {"number": 1, "first_index": 2, "token_offsets_s": (1.8, 2.0), "decode_worker": "d2"}
+    spans = built(a_record(lost, an_attempt(**moved, queue=Interval(1.5, 1.6), decode=Interval(1.8, 2.0))))
+    (root,), (migrate,) = spans["Generate"], spans["migrate"]
+    assert root.attributes["kvrelay.request.migrations"] == 1
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
+    assert migrate.attributes == {
+        "kvrelay.attempt": 0,
+        "kvrelay.worker.id": "d1",
+        "kvrelay.migrate.cause": "worker_lost",
+        "kvrelay.migrate.tokens": 2,
+    }
+    assert (migrate.start_time, migrate.end_time) == (ACCEPTED_NS + 1_500_000_000, ACCEPTED_NS + 1_800_000_000)
+    first, second = spans["decode"]
+    assert (first.attributes["kvrelay.worker.lost"], first.status.is_ok) == (True, False)
+    assert "kvrelay.worker.lost" not in second.attributes
+    found = [(s.attributes["kvrelay.attempt"], s.attributes["kvrelay.decode.first_index"]) for s in (first, second)]
+    assert found == [(0, 0), (1, 2)]
+    assert all(span.parent.span_id == root.context.span_id for span in (migrate, first, second))
 
 
 def test_without_configuration_nothing_is_built_but_the_caller_s_trace_is_passed_on():

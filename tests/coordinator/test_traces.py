@@ -1,0 +1,74 @@
+"""From what the dispatcher kept of a request to its record: attempts, moves, and what was open at a loss."""
+
+from __future__ import annotations
+
+from support.door import MODEL
+from support.lifecycles import PLACED, D, P, facts
+
+from coordinator.events import Cause, Loss, Placement
+from coordinator.live import Attempt, Live, Times
+from coordinator.output import OutputText
+from coordinator.states import Phase, State, Tries
+from coordinator.stream import StreamBuffer
+from coordinator.traces import trace_of
+from kvrelay.requests import WorkerId
+from kvrelay.telemetry.request_trace import Interval
+
+LOST_D = Loss(Cause.LOST, D, "decode worker d0 was lost")
+SECOND = Placement(P, WorkerId("d1"), "a")
+
+
+def a_live(num_tokens: int) -> Live:
+    """Accepted at 100 s; token i at 101 + i s."""
+    text = OutputText(MODEL.codec.detokenizer(), (), frozenset())
+    live = Live(State(facts(9)), 1, text, StreamBuffer(1000), Times(100.0, 5), Attempt(100.0))
+    for i in range(num_tokens):
+        live.journal.append(i, 65, 101.0 + i)
+    return live
+
+
+def placed(attempt: Attempt, placement: Placement, at: float) -> None:
+    attempt.placement = placement
+    attempt.routed_at, attempt.placed_at, attempt.reserved_at, attempt.prefill_sent_at = at, at, at + 0.1, at + 0.1
+
+
+def test_a_request_that_lost_decode_and_went_on_elsewhere() -> None:
+    live = a_live(5)
+    placed(live.attempt, PLACED, 100.5)
+    live.state = State(facts(9), attempt=1, num_tokens=2, tries=Tries(lost=1))
+    live.anew(LOST_D, 102.5)
+    placed(live.attempt, SECOND, 102.6)
+    live.state = State(facts(9), Phase.ENDED, 1, 5, SECOND, (65, 65))
+    live.times.ended_at, live.outcome = 105.0, "stop"
+    first, second = trace_of(live, "m", 200.0).attempts
+    assert (first.token_offsets_s, first.decode, first.ended_s) == ((1.0, 2.0), Interval(1.0, 2.5), 2.5)
+    assert (first.lost_worker, first.cause, first.migrated_s) == (D, "worker_lost", 3.0)
+    assert (second.number, second.first_index, second.token_offsets_s) == (1, 2, (3.0, 4.0, 5.0))
+    assert (second.queue, second.decode_worker) == (Interval(2.5, second.queue.end_s if second.queue else 0), "d1")
+    assert (second.decode, second.lost_worker, second.migrated_s) == (Interval(3.0, 5.0), "", None)
+
+
+def test_a_move_ends_with_the_next_loss_or_with_the_request_when_no_token_comes() -> None:
+    live = a_live(0)
+    placed(live.attempt, PLACED, 100.5)
+    live.state = State(facts(9), attempt=1)
+    live.anew(LOST_D, 101.0)
+    placed(live.attempt, SECOND, 101.2)
+    live.state = State(facts(9), attempt=2)
+    live.anew(Loss(Cause.LOST, P, "p0 was lost"), 102.0)
+    live.times.ended_at, live.outcome = 106.0, "Unavailable"
+    first, second, third = trace_of(live, "m", 200.0).attempts
+    assert (first.migrated_s, second.migrated_s, third.migrated_s) == (2.0, 6.0, None)
+    assert (second.prefill, second.lost_worker) == (Interval(101.2 + 0.1 - 100.0, 2.0), P)
+    assert (third.queue, third.place, third.prefill, third.decode) == (Interval(2.0, 6.0), None, None, None)
+
+
+def test_an_attempt_that_found_no_room_leaves_no_trace_but_a_longer_queue() -> None:
+    live = a_live(0)
+    placed(live.attempt, PLACED, 100.5)
+    live.state = State(facts(9), attempt=1)
+    live.anew(None, 101.0)
+    placed(live.attempt, SECOND, 103.0)
+    live.times.ended_at = 104.0
+    (only,) = trace_of(live, "m", 200.0).attempts
+    assert (only.number, only.queue, only.decode_worker) == (1, Interval(0.0, 3.0), "d1")
