@@ -1,4 +1,4 @@
-"""One budget for all tests of faults: at most one stream in a hundred ends UNAVAILABLE, all others are exact."""
+"""A cluster for all tests of faults, and one budget: of a hundred streams at most one ends UNAVAILABLE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from support.history import Rules, Tally, judge, tally
+from support.members import Members, members
 from support.recorder import HashReference, History, Judge
+
+COMMON = ("--num-blocks", "128", "--step-tokens", "64", "--step-seconds", "0.008")
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +34,19 @@ def verdict(counted: list[Tally]) -> Judge:
         return seen
 
     return judged
+
+
+@pytest.fixture(scope="session")
+def relay(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
+    """2 + 2 workers of the hash model over the transport of the parameter; d0 stands behind a proxy."""
+    directory = tmp_path_factory.mktemp(request.param)
+    with members(directory, common=("--transport", request.param, *COMMON), proxied=("d0",)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(relay: Members) -> Members:
+    """`relay` in good order, whatever an earlier test did; each test leaves it with nothing held."""
+    relay.mend()
+    relay.until_quiet()
+    return relay

@@ -34,7 +34,7 @@ class TokenSeen:
 
 @dataclass(frozen=True, slots=True)
 class FinishSeen:
-    """text: what was held back until the end."""
+    """text: what was held back until the end; migrations: how often the request was moved."""
 
     reason: str
     text: str
@@ -43,6 +43,7 @@ class FinishSeen:
     prefill: str
     decode: str
     at: float
+    migrations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,5 +273,11 @@ class Tally:
 def tally(verdicts: Iterable[Verdict]) -> Tally:
     verdicts = list(verdicts)
     count = {name: sum(v.outcome == name for v in verdicts) for name in ("exact", "unavailable", "refused", "left")}
-    said = tuple(f"{v.stream.name}: {p}" for v in verdicts for p in v.problems)
+    said = tuple(f"{_about(v.stream)}: {p}" for v in verdicts for p in v.problems)
     return Tally(**count, violations=said)
+
+
+def _about(stream: Stream) -> str:
+    ids = [s.request_id for s in stream.seen if isinstance(s, AcceptedSeen)]
+    size = f"{len(stream.case.prompt)} -> {len(stream.tokens)} of {stream.case.max_tokens} tokens"
+    return f"stream {stream.name} ({', '.join([*ids, size])})"

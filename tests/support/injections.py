@@ -21,6 +21,7 @@ from support.members import View
 from support.processes import RoleProcess
 from support.proxy import Proxy
 
+from kvrelay.client import Topology
 from kvrelay.fault_points import ORDER, PROOF
 
 SEEN_WITHIN_S = 5.0
@@ -68,34 +69,35 @@ def is_gone(view: View, incarnation: str) -> bool:
     return bool(workers) and all(w["incarnation"] != incarnation for w in workers)
 
 
-def born_again(view: View, killed: Fault, within_s: float) -> Mapping[str, Any]:
-    """The topology's entry of the killed worker's next life. NoProof when there is none in time."""
+def born_again(view: View, worker_id: str, old: str, within_s: float) -> Mapping[str, Any]:
+    """The topology's entry of a worker's life after the incarnation `old`. NoProof when there is none in time."""
     found: dict[str, Any] = {}
 
     def is_back() -> bool:
-        worker = view.worker(killed.target)
+        worker = view.worker(worker_id)
         found.update(worker or {})
-        return worker is not None and worker["incarnation"] != killed.proof["incarnation"]
+        return worker is not None and worker["incarnation"] != old
 
     if not _wait(is_back, within_s):
-        raise NoProof(f"{killed.target} did not come back within {within_s} s")
+        raise NoProof(f"{worker_id} did not come back within {within_s} s")
     return found
 
 
-def restart(view: View, process: RoleProcess) -> Fault:
-    """SIGKILL, and the same command again. Proof: another process and incarnation under the same name and address."""
+def restart(view: View, process: RoleProcess, *flags: str) -> Fault:
+    """SIGKILL, and the same command again. Proof: another process and incarnation under the same name and address.
+
+    flags: given besides the old ones, such as another size of the pool.
+    """
     before = view.with_pid(process.pid)
     killed_pid, address = process.pid, process.address
     began = time.monotonic()
     process.kill()
-    process.start()
+    process.start(*flags)
     if before is None:
         raise NoProof(f"process {killed_pid} was no worker of {view.target}")
     if process.address != address:
         raise NoProof(f"it came back at {process.address}, not at {address}")
-    known: Mapping[str, Any] = born_again(
-        view, Fault("kill", before["id"], began, began, {"incarnation": before["incarnation"]}), SEEN_WITHIN_S
-    )
+    known = born_again(view, before["id"], before["incarnation"], SEEN_WITHIN_S)
     if known["pid"] != process.pid or known["address"] != before["address"]:
         raise NoProof(f"{known} is not process {process.pid} at {before['address']}")
     proof = {"pids": (killed_pid, process.pid), "incarnations": (before["incarnation"], known["incarnation"])}
@@ -204,15 +206,15 @@ def slowed(proxy: Proxy, faults: list[Fault], *, delay_s: float = 0.0, bytes_per
 
 
 @contextmanager
-def crowded(view: View, worker_id: str, faults: list[Fault]) -> Iterator[None]:
-    """Watches a worker for the time of the block. Proof: requests waited there for blocks, or it preempted."""
+def crowded(view: View, worker_id: str, need: int, faults: list[Fault]) -> Iterator[None]:
+    """Watches a worker for the time of the block. Proof: requests waited while fewer than `need` blocks were free."""
     stop, waited = threading.Event(), [0]
-    before = _preempted(view, worker_id)
 
     def watch() -> None:
         while not stop.wait(SAMPLE_S):
-            waited.append((view.worker(worker_id) or {"waiting": 0})["waiting"])
+            waited.append(_waiting_for_blocks(view.topology(), worker_id, need))
 
+    before = _preempted(view, worker_id)
     began, watcher = time.monotonic(), threading.Thread(target=watch, name="crowded")
     watcher.start()
     try:
@@ -220,10 +222,20 @@ def crowded(view: View, worker_id: str, faults: list[Fault]) -> Iterator[None]:
     finally:
         stop.set()
         watcher.join()
+    if not any(waited):
+        raise NoProof(f"nobody waited while {worker_id} had fewer than {need} blocks free")
     proof = {"most_waiting": max(waited), "preempted": _preempted(view, worker_id) - before}
-    if not any(proof.values()):
-        raise NoProof(f"nobody waited at {worker_id}, and it preempted nobody")
     faults.append(Fault("full pool", worker_id, began, time.monotonic(), proof))
+
+
+def _waiting_for_blocks(topology: Topology | None, worker_id: str, need: int) -> int:
+    """How many wait, at that worker and for a placement, while it has no room for one more."""
+    workers = {w["id"]: w for w in topology["workers"]} if topology else {}
+    if topology is None or worker_id not in workers:
+        return 0
+    worker = workers[worker_id]
+    room = worker["blocks"]["free"] + worker["blocks"]["cached"]
+    return worker["waiting"] + topology["queued_requests"] if room < need else 0
 
 
 def _preempted(view: View, worker_id: str) -> int:

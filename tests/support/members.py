@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from support.cluster import is_alive
 from support.history import leaks
 from support.processes import RoleProcess
 from support.proxy import Proxy
 
-from kvrelay.client import Client
+from kvrelay.client import Client, Topology
 from kvrelay.errors import KVRelayError
 
 LOOPBACK_ANY = "127.0.0.1:0"
@@ -34,11 +35,15 @@ class View:
         self.target = target
         self._client = Client(target, timeout=timeout_s)
 
-    def workers(self) -> list[dict[str, Any]]:
+    def topology(self) -> Topology | None:
         try:
-            return [dict(w) for w in self._client.topology()["workers"]]
+            return self._client.topology()
         except KVRelayError:
-            return []
+            return None
+
+    def workers(self) -> list[dict[str, Any]]:
+        topology = self.topology()
+        return [dict(w) for w in topology["workers"]] if topology else []
 
     def worker(self, worker_id: str) -> dict[str, Any] | None:
         return next((w for w in self.workers() if w["id"] == worker_id), None)
@@ -47,18 +52,12 @@ class View:
         return next((w for w in self.workers() if w["pid"] == pid), None)
 
     def answers(self) -> bool:
-        try:
-            self._client.topology()
-        except KVRelayError:
-            return False
-        return True
+        return self.topology() is not None
 
     def open_requests(self) -> int:
         """-1 when the coordinator does not answer."""
-        try:
-            return int(self._client.topology()["open_requests"])
-        except KVRelayError:
-            return -1
+        topology = self.topology()
+        return topology["open_requests"] if topology else -1
 
     def close(self) -> None:
         self._client.close()
@@ -84,10 +83,24 @@ class Members:
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self.workers.items()}
 
-    def revive(self, name: str) -> None:
-        """Start a worker that ended again, on its old address; returns once it said ready."""
+    def revive(self, name: str, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        """Start a worker that ended (it is killed if not) again, on its old address; returns once it said ready."""
         self.workers[name].kill()
-        self.workers[name].start()
+        self.workers[name].start(*flags, env=env)
+
+    def mend(self) -> None:
+        """Undo what an earlier test may have left: dead workers live again, and all serve."""
+        for proxy in self.proxies.values():
+            proxy.slow()
+        for name, process in self.workers.items():
+            if not is_alive(process.pid) or process.has_orders:
+                self.revive(name)
+        self.until_serving()
+
+    def forget_coordinator(self, number: int) -> None:
+        """One that a test has ended for good."""
+        self.coordinators.pop(number).kill()
+        self.views.pop(number).close()
 
     def until_serving(self, within_s: float = SERVING_WITHIN_S) -> None:
         """Every coordinator has a session with every worker, as the process that it is now."""

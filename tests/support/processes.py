@@ -25,13 +25,18 @@ class RoleProcess:
     ) -> None:
         self._command = [sys.executable, "-m", "kvrelay.cli.main", role, *flags]
         self.log = directory / f"{name or f'{role}-{len(list(directory.iterdir()))}'}.log"
-        self.start(env)
+        self.start(env=env)
 
-    def start(self, env: Mapping[str, str] | None = None) -> None:
-        """Returns once it said ready; `address` is what it said."""
+    def start(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        """Returns once it said ready; `address` is what it said. flags, env: for this life, besides the first ones."""
+        self.has_orders = bool(env)
         with self.log.open("a") as stderr:
             self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})}
+                [*self._command, *flags],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, **(env or {})},
             )
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], READY_TIMEOUT_S)

@@ -136,7 +136,7 @@ def _seen(message: inference_pb2.GenerateResponse, at: float) -> Seen | None:
             end = message.finished
             reason = common_pb2.FinishReason.Name(end.reason).removeprefix("FINISH_REASON_").lower()
             tokens = (end.usage.prompt_tokens, end.usage.completion_tokens)
-            return FinishSeen(reason, end.text, *tokens, end.prefill_worker, end.decode_worker, at)
+            return FinishSeen(reason, end.text, *tokens, end.prefill_worker, end.decode_worker, at, end.migrations)
     return None
 
 
@@ -170,3 +170,19 @@ async def until(condition: Callable[[], bool], what: str, within_s: float = 20.0
     while not condition():
         assert time.monotonic() < ends_at, f"not within {within_s} s: {what}"
         await asyncio.sleep(0.01)  # a poll, bounded above
+
+
+async def under_way(history: History, num_tokens: int = 200) -> None:
+    """Until so many tokens have come, so that a fault meets streams in every phase."""
+    await until(lambda: sum(a.num_tokens for a in history.asked) >= num_tokens, f"{num_tokens} tokens")
+
+
+async def goes_on(history: History, num_streams: int = 8) -> None:
+    """Until so many streams that begin from now on have ended well."""
+    first = len(history.asked)
+
+    def have() -> bool:
+        ended = (a.seen[-1] for a in history.asked[first:] if a.seen)
+        return sum(isinstance(last, StatusSeen) and last.code == "OK" for last in ended) >= num_streams
+
+    await until(have, f"{num_streams} new streams end well")

@@ -93,3 +93,11 @@ def stream_of(client: AsyncClient, case: Case) -> AsyncStream:
     return client.generate(
         list(case.prompt), max_tokens=case.max_tokens, temperature=0.0, ignore_eos=True, deadline_s=60.0
     )
+
+
+def mixed_cases() -> list[Case]:
+    """Short and long prompts and answers, around the borders of blocks, greedy and seeded in turn."""
+    sizes = [(40, 120), (200, 60), (17, 90), (400, 30), (1, 100), (16, 80)]
+    return [
+        Case(prompt_of(length, i), max_tokens, 7 + i if i % 2 else None) for i, (length, max_tokens) in enumerate(sizes)
+    ]
