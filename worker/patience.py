@@ -29,3 +29,5 @@ async def within(limit_s: float, work: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        elif not task.cancelled():
+            task.exception()  # we may be cancelled at the very moment it failed: then nobody else looks at it
