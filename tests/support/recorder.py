@@ -51,6 +51,10 @@ class Asked:
     def num_tokens(self) -> int:
         return sum(isinstance(s, TokenSeen) for s in self.seen)
 
+    @property
+    def has_ended(self) -> bool:
+        return self.left_at is not None or (bool(self.seen) and isinstance(self.seen[-1], StatusSeen))
+
     def stream(self) -> Stream:
         return Stream(self.name, self.case, self.sent_at, tuple(self.seen), self.left_at)
 
