@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrelay.blocks import KVLayout, require_same
 from kvrelay.errors import FailedPrecondition, KVRelayError, LayoutMismatch
-from kvrelay.requests import Incarnation, WorkerId
+from kvrelay.requests import Incarnation, Role, WorkerId
 from kvrelay.session import PROTOCOL_VERSION, ModelIdentity, WorkerDescription
 
 FORGET_S = 5.0
@@ -146,7 +146,20 @@ def mismatch(state: Registry, description: WorkerDescription) -> KVRelayError | 
             return FailedPrecondition(
                 f"worker {description.worker_id}: {name} differs: {mine!r} here, {theirs!r} there", field=name
             )
-    return _layout_mismatch(others[0].layout, description) if others else None
+    unchecked = next((error for other in others if (error := _unchecked(other, description))), None)
+    return unchecked or (_layout_mismatch(others[0].layout, description) if others else None)
+
+
+def _unchecked(mine: WorkerDescription, theirs: WorkerDescription) -> KVRelayError | None:
+    """A decode worker that checks its blocks takes none without checksums. The other way round is harmless."""
+    prefill, decode = (mine, theirs) if mine.role is Role.PREFILL else (theirs, mine)
+    if prefill.role is decode.role or prefill.verify_kv or not decode.verify_kv:
+        return None
+    return FailedPrecondition(
+        f"worker {theirs.worker_id}: verify_kv differs: {mine.verify_kv} here ({mine.role} worker {mine.worker_id}), "
+        f"{theirs.verify_kv} there",
+        field="verify_kv",
+    )
 
 
 def _layout_mismatch(mine: KVLayout, description: WorkerDescription) -> KVRelayError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
@@ -18,6 +19,7 @@ from kvrelay.session import WorkerDescription
 from kvrelay.v1 import link_pb2_grpc, worker_pb2_grpc
 from kvtransfer.actions import Reply, Send
 from kvtransfer.receiver import ReceiverTable
+from kvtransfer.store import block_checksum
 from worker.events import Core, OpenLink
 from worker.life import EXIT_CONFIG, run_shell
 from worker.link_server import LinkServer
@@ -71,6 +73,7 @@ class DecodeMain:
                     executor.layout.block_bytes,
                     refuses_late=config.transport == "grpc",
                     bytes_over_link=config.transport == "grpc",
+                    checksum_of=partial(block_checksum, executor.pool) if config.verify_kv else None,
                 ),
                 store=executor.pool,
             )
@@ -87,7 +90,7 @@ class DecodeMain:
             pool=shell.transport.pool(),
             transport_metadata=shell.transport.metadata(),
         )
-        links = LinkServer(shell.mailbox, welcome, self.identity.fingerprint)
+        links = LinkServer(shell.mailbox, welcome, self.identity.fingerprint, self._config.verify_kv)
         shell.links = _DecodeLinks(links)
         shell.hub = SessionHub(shell.mailbox, description, shell.load)
         server.add(

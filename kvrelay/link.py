@@ -33,7 +33,10 @@ class PoolDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class LinkHello:
-    """First message up. decode answers LinkWelcome, or ends the stream with FAILED_PRECONDITION naming the field."""
+    """First message up. decode answers LinkWelcome, or ends the stream with FAILED_PRECONDITION naming the field.
+
+    verify_kv: manifests carry a checksum of each block.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -43,6 +46,7 @@ class LinkHello:
     transport: str
     transport_metadata: bytes = b""
     protocol_version: int = PROTOCOL_VERSION
+    verify_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

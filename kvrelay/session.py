@@ -44,6 +44,7 @@ class WorkerDescription:
     max_sequences: int
     step_tokens: int
     protocol_version: int = PROTOCOL_VERSION
+    verify_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class ReceiverTable:
 
     refuses_late: the transport refuses a write after its ticket ended, so nothing is quarantined.
     bytes_over_link: blocks arrive as BlockData; a manifest counts only if all bytes it names have arrived.
-    checksum_of: CRC-32 of a block of our pool, to check manifests that carry checksums.
+    checksum_of: CRC-32 of a block of our pool; if given, every manifest must carry checksums, and they are checked.
     """
 
     def __init__(

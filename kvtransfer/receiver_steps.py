@@ -139,6 +139,9 @@ def _manifest(t: ReceivingTicket, event: ManifestArrived, now: float) -> Step:
     wrong = _fault_of(t, m)
     if wrong:
         return _lose(t, wrong, Count("bad_manifest"))
+    damaged = _damage_of(t, m)
+    if damaged:
+        return _lose(t, damaged, Count("bad_checksum"))
     t = replace(t, parts=t.parts | {m.part}, missing=t.missing.difference(m.positions))
     return (t, ()) if t.missing else _land(t)
 
@@ -152,11 +155,18 @@ def _fault_of(t: ReceivingTicket, m: Manifest) -> str:
             return f"manifest of part {m.part} names block {block_id} at position {position}, not the ticket's"
         if t.rules.bytes_over_link and position not in t.filled:
             return f"manifest of part {m.part} names position {position} whose bytes have not all arrived"
+    if t.rules.checksum_of is not None and not m.checksums:
+        return f"manifest of part {m.part} carries no checksums"
+    return ""
+
+
+def _damage_of(t: ReceivingTicket, m: Manifest) -> str:
+    """Which block does not hold what the writer sent, or ''. Reads every byte, if blocks are checked at all."""
     checksum_of = t.rules.checksum_of
     if checksum_of is not None:
-        for block_id, checksum in zip(m.block_ids, m.checksums, strict=False):
+        for position, block_id, checksum in zip(m.positions, m.block_ids, m.checksums, strict=True):
             if checksum_of(block_id) != checksum:
-                return f"manifest of part {m.part}: block {block_id} has another checksum"
+                return f"part {m.part}: block {block_id} at position {position} has another checksum"
     return ""
 
 

@@ -154,10 +154,10 @@ class WriterTable:
         self.forget_peer(peer)
         return tuple(Send(peer, Fenced(epoch)) for epoch in epochs) + self._apply_all(peer, LinkOpened(), now)
 
-    def link_lost(self, peer: Incarnation, now: float) -> Actions:
-        """The link ended or could not be made. While in_flight is not 0, dial again: an answer means the peer lives."""
+    def link_lost(self, peer: Incarnation, now: float, reason: str = "") -> Actions:
+        """The link ended or could not be made, and why. While in_flight is not 0, dial again: an answer means the peer lives."""
         self._up.discard(peer)
-        return self._apply_all(peer, LinkLost(), now)
+        return self._apply_all(peer, LinkLost(reason), now)
 
     def forget_peer(self, peer: Incarnation) -> None:
         """The incarnation is known to be dead: what could not be said to it need not be kept."""

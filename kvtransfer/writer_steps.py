@@ -241,8 +241,9 @@ def _take_posted(t: WritingTicket, number: int) -> tuple[QueuedPart | None, Writ
 # the link
 
 
-def _link_lost(t: WritingTicket, _event: LinkLost, now: float) -> Step:
-    return _close(replace(t, link_lost_at=now), "the link to the decode worker was lost", now)
+def _link_lost(t: WritingTicket, event: LinkLost, now: float) -> Step:
+    why = f": {event.reason}" if event.reason else ""
+    return _close(replace(t, link_lost_at=now), f"the link to the decode worker was lost{why}", now)
 
 
 def _link_lost_closing(t: WritingTicket, _event: LinkLost, now: float) -> Step:

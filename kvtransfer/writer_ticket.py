@@ -170,7 +170,9 @@ class WroteFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    pass
+    """Or it could not be made. reason: for people."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class PrefillCore:
             self._peers.linked(event.peer)
             self._carry_out(table.link_opened(event.peer, now))
         elif isinstance(event, LinkClosed):
-            self._carry_out(table.link_lost(event.peer, now))
+            self._carry_out(table.link_lost(event.peer, now, event.reason))
             self._peers.lost(event.peer, now)
         elif isinstance(event, CommandReceived) and isinstance(event.command, Prefill):
             self._prefill(event, event.command, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from engine.block_pool import BlockPool
 from engine.executor import Executor
@@ -15,6 +16,7 @@ from kvrelay.rpc.server import RpcServer
 from kvrelay.session import WorkerDescription
 from kvrelay.v1 import worker_pb2_grpc
 from kvtransfer.actions import Reply, Send
+from kvtransfer.store import block_checksum
 from kvtransfer.writer import WriterTable
 from prefill_svc.attempt import PrefillParts
 from prefill_svc.core import PrefillCore
@@ -65,7 +67,10 @@ class PrefillMain:
                 pool=pool,
                 scheduler=Scheduler(pool, config.block_size, budgets),
                 table=WriterTable(
-                    shell.incarnation, executor.layout.block_bytes, refuses_late=config.transport == "grpc"
+                    shell.incarnation,
+                    executor.layout.block_bytes,
+                    refuses_late=config.transport == "grpc",
+                    checksum_of=partial(block_checksum, executor.pool) if config.verify_kv else None,
                 ),
                 pace=Pace(config.step_target_s, config.step_tokens),
             )
@@ -80,6 +85,7 @@ class PrefillMain:
             model_fingerprint=self.identity.fingerprint,
             layout=executor.layout,
             transport=self._config.transport,
+            verify_kv=self._config.verify_kv,
         )
 
         async def tell_transport(welcome: LinkWelcome) -> None:

@@ -131,6 +131,7 @@ def _describe(shell: Shell, role: RoleMain, executor: Executor, port: int) -> Wo
         executor=config.executor,
         max_sequences=config.max_sequences,
         step_tokens=config.step_tokens,
+        verify_kv=config.verify_kv,
     )
 
 

@@ -31,12 +31,15 @@ WriteMessage = Callable[[ToPrefill], Awaitable[None]]
 
 
 class LinkServer:
-    """All links of a decode worker, on its event loop."""
+    """All links of a decode worker, on its event loop. verify_kv: only writers that send checksums are welcome."""
 
-    def __init__(self, mailbox: Mailbox[Event], welcome: LinkWelcome, model_fingerprint: str) -> None:
+    def __init__(
+        self, mailbox: Mailbox[Event], welcome: LinkWelcome, model_fingerprint: str, verify_kv: bool = False
+    ) -> None:
         self._mailbox = mailbox
         self._welcome = welcome
         self._fingerprint = model_fingerprint
+        self._verify_kv = verify_kv
         self._queues: dict[Incarnation, asyncio.Queue[ToPrefill | None]] = {}
         self._ended_here: set[Incarnation] = set()
 
@@ -96,7 +99,7 @@ class LinkServer:
             raise InvalidArgument("the link ended before hello", field="link.hello") from None
         if not isinstance(hello, LinkHello):
             raise InvalidArgument("a link begins with hello", field="link.hello")
-        check_hello(hello, self._welcome, self._fingerprint)
+        check_hello(hello, self._welcome, self._fingerprint, self._verify_kv)
         return hello
 
     async def _read(self, writer: Incarnation, messages: AsyncIterator[ToDecode]) -> None:
@@ -123,11 +126,15 @@ class LinkServer:
             await taken.wait()
 
 
-def check_hello(hello: LinkHello, mine: LinkWelcome, fingerprint: str) -> None:
+def check_hello(hello: LinkHello, mine: LinkWelcome, fingerprint: str, verify_kv: bool = False) -> None:
     """Raise FailedPrecondition, naming the field and both values, unless the two workers pair."""
     if hello.decode_incarnation != mine.incarnation:
         raise FailedPrecondition(
             f"incarnation differs: {mine.incarnation} here, {hello.decode_incarnation} wanted", field="incarnation"
+        )
+    if verify_kv and not hello.verify_kv:
+        raise FailedPrecondition(
+            f"verify_kv differs: true here, false there: {hello.worker_id} sends no checksums", field="verify_kv"
         )
     pairs = {
         "protocol_version": (PROTOCOL_VERSION, hello.protocol_version),

@@ -127,6 +127,7 @@ def description_to_proto(description: WorkerDescription) -> common_pb2.WorkerDes
         max_sequences=description.max_sequences,
         step_tokens=description.step_tokens,
         protocol_version=description.protocol_version,
+        verify_kv=description.verify_kv,
     )
 
 
@@ -147,6 +148,7 @@ def description_from_proto(proto: common_pb2.WorkerDescription, path: str = "des
         max_sequences=at_least(proto.max_sequences, 1, f"{path}.max_sequences"),
         step_tokens=at_least(proto.step_tokens, 1, f"{path}.step_tokens"),
         protocol_version=at_least(proto.protocol_version, 1, f"{path}.protocol_version"),
+        verify_kv=proto.verify_kv,
     )
 
 

@@ -148,6 +148,7 @@ def _hello_to_proto(hello: LinkHello) -> link_pb2.LinkHello:
         transport=hello.transport,
         transport_metadata=hello.transport_metadata,
         protocol_version=hello.protocol_version,
+        verify_kv=hello.verify_kv,
     )
 
 
@@ -162,6 +163,7 @@ def _hello_from_proto(proto: link_pb2.LinkHello, path: str) -> LinkHello:
         transport=text(proto.transport, f"{path}.transport"),
         transport_metadata=proto.transport_metadata,
         protocol_version=at_least(proto.protocol_version, 1, f"{path}.protocol_version"),
+        verify_kv=proto.verify_kv,
     )
 
 

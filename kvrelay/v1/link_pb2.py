@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/link.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x8f\x02\n\x0bLinkRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.LinkHelloH\x00\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.OpenTicketH\x00\x12\"\n\x05renew\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.RenewH\x00\x12$\n\x06\x66\x65nced\x18\x04 \x01(\x0b\x32\x12.kvrelay.v1.FencedH\x00\x12+\n\nblock_data\x18\x05 \x01(\x0b\x32\x15.kvrelay.v1.BlockDataH\x00\x12\x31\n\rpart_manifest\x18\x06 \x01(\x0b\x32\x18.kvrelay.v1.PartManifestH\x00\x42\x06\n\x04kind\"\x9b\x02\n\x0cLinkResponse\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.LinkWelcomeH\x00\x12$\n\x06opened\x18\x02 \x01(\x0b\x32\x12.kvrelay.v1.OpenedH\x00\x12/\n\x0copen_refused\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.OpenRefusedH\x00\x12&\n\x07renewed\x18\x04 \x01(\x0b\x32\x13.kvrelay.v1.RenewedH\x00\x12*\n\x06landed\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.LandedNoticeH\x00\x12,\n\x07\x61\x62orted\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.AbortedNoticeH\x00\x42\x06\n\x04kind\"\xda\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12%\n\x07layouts\x18\x05 \x03(\x0b\x32\x14.kvrelay.v1.KVLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x07 \x01(\x0c\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\"\xc6\x01\n\x0bLinkWelcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x07layouts\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.KVLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12(\n\x04pool\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PoolDescriptor\x12\x1a\n\x12transport_metadata\x18\x06 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\"j\n\x0ePoolDescriptor\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x11\n\tdevice_id\x18\x05 \x01(\r\"U\n\nOpenTicket\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x16\n\x05Renew\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x17\n\x06\x46\x65nced\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"X\n\tBlockData\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\" \n\x0cPartManifest\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\"(\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\",\n\x0bOpenRefused\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\")\n\x07Renewed\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x1d\n\x0cLandedNotice\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\".\n\rAbortedNotice\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2L\n\x0bLinkService\x12=\n\x04Link\x12\x17.kvrelay.v1.LinkRequest\x1a\x18.kvrelay.v1.LinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/link.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x8f\x02\n\x0bLinkRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.LinkHelloH\x00\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.OpenTicketH\x00\x12\"\n\x05renew\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.RenewH\x00\x12$\n\x06\x66\x65nced\x18\x04 \x01(\x0b\x32\x12.kvrelay.v1.FencedH\x00\x12+\n\nblock_data\x18\x05 \x01(\x0b\x32\x15.kvrelay.v1.BlockDataH\x00\x12\x31\n\rpart_manifest\x18\x06 \x01(\x0b\x32\x18.kvrelay.v1.PartManifestH\x00\x42\x06\n\x04kind\"\x9b\x02\n\x0cLinkResponse\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.LinkWelcomeH\x00\x12$\n\x06opened\x18\x02 \x01(\x0b\x32\x12.kvrelay.v1.OpenedH\x00\x12/\n\x0copen_refused\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.OpenRefusedH\x00\x12&\n\x07renewed\x18\x04 \x01(\x0b\x32\x13.kvrelay.v1.RenewedH\x00\x12*\n\x06landed\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.LandedNoticeH\x00\x12,\n\x07\x61\x62orted\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.AbortedNoticeH\x00\x42\x06\n\x04kind\"\xed\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12%\n\x07layouts\x18\x05 \x03(\x0b\x32\x14.kvrelay.v1.KVLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x07 \x01(\x0c\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\x12\x11\n\tverify_kv\x18\t \x01(\x08\"\xc6\x01\n\x0bLinkWelcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x07layouts\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.KVLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12(\n\x04pool\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PoolDescriptor\x12\x1a\n\x12transport_metadata\x18\x06 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\"j\n\x0ePoolDescriptor\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x11\n\tdevice_id\x18\x05 \x01(\r\"U\n\nOpenTicket\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x16\n\x05Renew\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x17\n\x06\x46\x65nced\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"X\n\tBlockData\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\" \n\x0cPartManifest\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\"(\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\",\n\x0bOpenRefused\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\")\n\x07Renewed\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x1d\n\x0cLandedNotice\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\".\n\rAbortedNotice\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2L\n\x0bLinkService\x12=\n\x04Link\x12\x17.kvrelay.v1.LinkRequest\x1a\x18.kvrelay.v1.LinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,31 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKRESPONSE']._serialized_start=337
   _globals['_LINKRESPONSE']._serialized_end=620
   _globals['_LINKHELLO']._serialized_start=623
-  _globals['_LINKHELLO']._serialized_end=841
-  _globals['_LINKWELCOME']._serialized_start=844
-  _globals['_LINKWELCOME']._serialized_end=1042
-  _globals['_POOLDESCRIPTOR']._serialized_start=1044
-  _globals['_POOLDESCRIPTOR']._serialized_end=1150
-  _globals['_OPENTICKET']._serialized_start=1152
-  _globals['_OPENTICKET']._serialized_end=1237
-  _globals['_RENEW']._serialized_start=1239
-  _globals['_RENEW']._serialized_end=1261
-  _globals['_FENCED']._serialized_start=1263
-  _globals['_FENCED']._serialized_end=1286
-  _globals['_BLOCKDATA']._serialized_start=1288
-  _globals['_BLOCKDATA']._serialized_end=1376
-  _globals['_PARTMANIFEST']._serialized_start=1378
-  _globals['_PARTMANIFEST']._serialized_end=1410
-  _globals['_OPENED']._serialized_start=1412
-  _globals['_OPENED']._serialized_end=1452
-  _globals['_OPENREFUSED']._serialized_start=1454
-  _globals['_OPENREFUSED']._serialized_end=1498
-  _globals['_RENEWED']._serialized_start=1500
-  _globals['_RENEWED']._serialized_end=1541
-  _globals['_LANDEDNOTICE']._serialized_start=1543
-  _globals['_LANDEDNOTICE']._serialized_end=1572
-  _globals['_ABORTEDNOTICE']._serialized_start=1574
-  _globals['_ABORTEDNOTICE']._serialized_end=1620
-  _globals['_LINKSERVICE']._serialized_start=1622
-  _globals['_LINKSERVICE']._serialized_end=1698
+  _globals['_LINKHELLO']._serialized_end=860
+  _globals['_LINKWELCOME']._serialized_start=863
+  _globals['_LINKWELCOME']._serialized_end=1061
+  _globals['_POOLDESCRIPTOR']._serialized_start=1063
+  _globals['_POOLDESCRIPTOR']._serialized_end=1169
+  _globals['_OPENTICKET']._serialized_start=1171
+  _globals['_OPENTICKET']._serialized_end=1256
+  _globals['_RENEW']._serialized_start=1258
+  _globals['_RENEW']._serialized_end=1280
+  _globals['_FENCED']._serialized_start=1282
+  _globals['_FENCED']._serialized_end=1305
+  _globals['_BLOCKDATA']._serialized_start=1307
+  _globals['_BLOCKDATA']._serialized_end=1395
+  _globals['_PARTMANIFEST']._serialized_start=1397
+  _globals['_PARTMANIFEST']._serialized_end=1429
+  _globals['_OPENED']._serialized_start=1431
+  _globals['_OPENED']._serialized_end=1471
+  _globals['_OPENREFUSED']._serialized_start=1473
+  _globals['_OPENREFUSED']._serialized_end=1517
+  _globals['_RENEWED']._serialized_start=1519
+  _globals['_RENEWED']._serialized_end=1560
+  _globals['_LANDEDNOTICE']._serialized_start=1562
+  _globals['_LANDEDNOTICE']._serialized_end=1591
+  _globals['_ABORTEDNOTICE']._serialized_start=1593
+  _globals['_ABORTEDNOTICE']._serialized_end=1639
+  _globals['_LINKSERVICE']._serialized_start=1641
+  _globals['_LINKSERVICE']._serialized_end=1717
 # @@protoc_insertion_point(module_scope)

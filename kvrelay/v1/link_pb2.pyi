@@ -115,6 +115,7 @@ class LinkHello(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_METADATA_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    VERIFY_KV_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     decode_incarnation: _builtins.str
@@ -122,6 +123,8 @@ class LinkHello(_message.Message):
     transport: _builtins.str
     transport_metadata: _builtins.bytes
     protocol_version: _builtins.int
+    verify_kv: _builtins.bool
+    """Manifests carry a CRC-32 of each block. A decode worker that checks them refuses a writer that sends none."""
     @_builtins.property
     def layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KVLayout]: ...
     def __init__(
@@ -135,10 +138,11 @@ class LinkHello(_message.Message):
         transport: _builtins.str = ...,
         transport_metadata: _builtins.bytes = ...,
         protocol_version: _builtins.int = ...,
+        verify_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "incarnation", b"incarnation", "layouts", b"layouts", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version", "transport", b"transport", "transport_metadata", b"transport_metadata", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "incarnation", b"incarnation", "layouts", b"layouts", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version", "transport", b"transport", "transport_metadata", b"transport_metadata", "verify_kv", b"verify_kv", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,18 @@ def test_a_worker_that_does_not_pair_is_refused_by_field_and_both_values(
     assert f"{both[0]} here, {both[1]} there" in error.message
 
 
+def test_a_decode_worker_that_checks_its_blocks_does_not_pair_with_one_that_sends_no_checksums() -> None:
+    prefill, decode = worker("p0"), worker("d0")
+    checking, sending = replace(decode, verify_kv=True), replace(prefill, verify_kv=True)
+    for known, new in ((prefill, checking), (checking, prefill)):
+        refusal = play(up(known), Announced(new))[1][0]
+        assert isinstance(refusal, Refuse)
+        assert refusal.error.field == "verify_kv"
+        assert "verify_kv differs: " in refusal.error.message
+    assert play(up(sending), Announced(checking))[1] == [Dial(checking)]
+    assert play(up(sending), Announced(decode))[1] == [Dial(decode)], "checksums that nobody checks do no harm"
+
+
 def test_harmless_differences_pair() -> None:
     other = worker("d0", num_blocks=7, max_sequences=1, step_tokens=64, model=replace(MODEL, model_id="another name"))
     assert play(up(worker("p0")), Announced(other))[1] == [Dial(other)]

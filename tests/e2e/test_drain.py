@@ -121,14 +121,14 @@ async def test_a_decode_worker_told_to_go_with_20_streams_ends_or_moves_all(tmp_
 
 
 async def test_a_second_sigterm_ends_the_wait(tmp_path: Path) -> None:
-    async with pools(tmp_path, "grpc", prefill=1, decode=2) as cluster:
-        async with asked(cluster.target, [case_of(40, 300, seed=i) for i in range(4)]) as streams:
-            await until_true(lambda: all(len(s.tokens) > 3 for s in streams), "all streams have begun")
-            began = time.monotonic()
-            with pytest.raises(subprocess.TimeoutExpired):
-                await asyncio.to_thread(cluster.workers["d0"].terminate, 0.3)
-            assert await asyncio.to_thread(cluster.workers["d0"].terminate) == 0
-            assert time.monotonic() - began < 3.0
+    cases = [case_of(40, 300, seed=i) for i in range(4)]
+    async with pools(tmp_path, "grpc", 1, 2) as cluster, asked(cluster.target, cases) as streams:
+        await until_true(lambda: all(len(s.tokens) > 3 for s in streams), "all streams have begun")
+        began = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired):
+            await asyncio.to_thread(cluster.workers["d0"].terminate, 0.3)
+        assert await asyncio.to_thread(cluster.workers["d0"].terminate) == 0
+        assert time.monotonic() - began < 3.0
 
 
 # kvrelay drain
@@ -157,7 +157,7 @@ async def drain_in_turn(cluster: Cluster, load: list[Neighbour]) -> None:
         told = json.loads(done.stdout)
         assert (told["worker"], told["incarnation"]) == (worker, incarnation)
         assert told["back"] not in (None, incarnation)
-        await until_true(lambda: sum(n.answered for n in load) > answered, "requests are answered")
+        await until_true(lambda so_far=answered: sum(n.answered for n in load) > so_far, "requests are answered")
     after = {w["id"]: w["incarnation"] for w in cluster.topology()}
     assert after.keys() == before.keys()
     assert not set(after.values()) & set(before.values())

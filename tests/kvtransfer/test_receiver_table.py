@@ -323,11 +323,18 @@ def test_bytes_that_are_no_manifest_are_counted() -> None:
     assert opened().received(PREFILL, PartManifest(b"\xff"), 1.0) == (Count("bad_manifest"),)
 
 
+def test_who_checks_takes_no_manifest_without_checksums() -> None:
+    t = opened(checksum_of={11: 1, 12: 2, 13: 3}.__getitem__)
+    actions = t.manifest(PREFILL, manifest_of(T, (1, 2)), 1.0)
+    assert actions[0] == Count("bad_manifest")
+    assert any(isinstance(a, LostTicket) and a.reason.endswith("carries no checksums") for a in actions)
+
+
 def test_a_wrong_checksum_loses_the_ticket() -> None:
     t = opened(checksum_of={11: 1, 12: 2, 13: 3}.__getitem__)
     assert t.manifest(PREFILL, replace(manifest_of(T, (1, 2)), checksums=(1, 2)), 1.0) == ()
     actions = t.manifest(PREFILL, replace(manifest_of(T, (3,), part=1), checksums=(4,)), 1.0)
-    assert actions[0] == Count("bad_manifest")
+    assert actions[0] == Count("bad_checksum")
 
 
 def frame(position: int, offset: int, size: int, epoch: int = 1) -> BlockData:

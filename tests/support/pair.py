@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
@@ -21,6 +23,7 @@ from kvrelay.requests import Incarnation, RequestId, Sampling, SequenceKey, Sequ
 from kvrelay.session import Abort, Destination, Ended, Prefill, Pushed, Refused, Reserve, Start, Work
 from kvtransfer.actions import ExitProcess, Post, Reply, Send
 from kvtransfer.receiver import ReceiverTable
+from kvtransfer.store import block_checksum
 from kvtransfer.transports.base import NotificationArrived, Part, WriteDone
 from kvtransfer.writer import WriterTable
 from prefill_svc.attempt import PrefillParts
@@ -88,6 +91,7 @@ class Pair:
         decode_blocks: int = 256,
         step_tokens: int = 64,
         seed: int | None = None,
+        verify_kv: bool = False,
     ) -> None:
         self.transport = transport
         self.rng = random.Random(seed) if seed is not None else None
@@ -97,8 +101,19 @@ class Pair:
         self.p_pool, self.d_pool = BlockPool(prefill_blocks), BlockPool(decode_blocks)
         layout = self.p_exec.layout
         budgets = Budgets(max_tokens=step_tokens)
-        self.writer = WriterTable(P, layout.block_bytes, refuses_late=refuses_late)
-        self.receiver = ReceiverTable(D, layout.block_bytes, refuses_late=refuses_late, bytes_over_link=refuses_late)
+        self.writer = WriterTable(
+            P,
+            layout.block_bytes,
+            refuses_late=refuses_late,
+            checksum_of=partial(block_checksum, self.p_exec.pool) if verify_kv else None,
+        )
+        self.receiver = ReceiverTable(
+            D,
+            layout.block_bytes,
+            refuses_late=refuses_late,
+            bytes_over_link=refuses_late,
+            checksum_of=partial(block_checksum, self.d_exec.pool) if verify_kv else None,
+        )
         self.prefill = PrefillCore(
             PrefillParts(
                 layout,
@@ -130,6 +145,8 @@ class Pair:
         self.hold_notifications = False
         self.hold_links = False
         self.drop_parts: set[int] = set()
+        self.damage: Callable[[bytes], bytes] = lambda data: data
+        """What becomes of a block's bytes on their way."""
         self.decode_steps = 0
         self._post(self.to_prefill, "session", SessionOpened(SESSION, "c"))
         self._post(self.to_decode, "session", SessionOpened(SESSION, "c"))
@@ -246,11 +263,11 @@ class Pair:
             return
         if self.transport == "nixl":
             for source, target in zip(part.source_ids, part.dest_ids, strict=True):
-                self.d_exec.pool.write(target, 0, bytes(self.p_exec.pool.read(source)))
+                self.d_exec.pool.write(target, 0, self.damage(bytes(self.p_exec.pool.read(source))))
             self._post(self.to_decode, "notifications", TransportHappened(NotificationArrived(P, part.manifest)))
         else:
             for position, source in zip(part.positions, part.source_ids, strict=True):
-                data = bytes(self.p_exec.pool.read(source))
+                data = self.damage(bytes(self.p_exec.pool.read(source)))
                 message = BlockData(part.epoch, part.part, position, 0, data)
                 self._post(self.to_decode, "link", FromPrefill(P, message))
             self._post(self.to_decode, "link", FromPrefill(P, PartManifest(part.manifest)))

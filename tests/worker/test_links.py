@@ -246,3 +246,30 @@ async def test_bulk_senders_wait_for_room_and_fail_when_the_link_is_gone() -> No
         await ends.client.send_bulk(D, BlockData(1, 0, 0, 0, b"x"))
     ends.client.send(D, Renew(1))  # control messages to nobody are dropped
     await ends.client.close()
+
+
+async def test_a_writer_without_checksums_is_refused_by_a_decode_worker_that_checks_them() -> None:
+    ends = Ends()
+    ends.server = LinkServer(ends.at_decode, WELCOME, "fp", verify_kv=True)
+    ends.ensure()
+    closed = await events_of(ends.at_prefill, lambda e: len(e) == 1)
+    message = "verify_kv differs: true here, false there: p sends no checksums"
+    assert closed == [LinkClosed(D, by_kernel=False, reason=message)]
+    ends.client = LinkClient(ends.at_prefill, replace(HELLO, verify_kv=True), ends.dial, ends.add_peer)
+    ends.ensure()
+    await events_of(ends.at_prefill, lambda e: LinkOpened(D) in e)
+    await ends.client.close()
+
+
+async def test_a_link_whose_transport_cannot_reach_the_peer_says_why_and_can_be_dialled_again() -> None:
+    ends = Ends()
+
+    async def broken(welcome: LinkWelcome) -> None:
+        raise RuntimeError("no such device")
+
+    ends.client = LinkClient(ends.at_prefill, HELLO, ends.dial, broken)
+    ends.ensure()
+    closed = await events_of(ends.at_prefill, lambda e: len(e) == 1)
+    assert closed == [LinkClosed(D, by_kernel=False, reason="RuntimeError: no such device")]
+    ends.ensure()
+    assert len(await events_of(ends.at_prefill, lambda e: len(e) == 1)) == 1

@@ -22,6 +22,16 @@ def test_quick_deaths_in_a_row_back_off_up_to_a_bound():
     assert deaths(*[1.0] * 8) == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
 
 
+def test_a_process_that_was_told_to_go_is_started_again_at_once_however_often():
+    assert deaths(*[1.0] * 8, code=0) == [0.0] * 8
+    _, decision = on_exit(started(Life("decode-1")), 0, 12.34, cluster_served=True)
+    assert decision == Restart(0.0, "decode-1 went after 12.3 s; starting incarnation 2 now")
+
+
+def test_a_process_that_ends_well_as_soon_as_it_starts_backs_off_all_the_same():
+    assert deaths(*[0.1] * 4, code=0) == [0.0, 0.5, 1.0, 2.0]
+
+
 def test_a_long_life_ends_the_row():
     assert deaths(1.0, 1.0, 60.0, 1.0) == [0.0, 0.5, 0.0, 0.5]
 
