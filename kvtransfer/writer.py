@@ -155,7 +155,10 @@ class WriterTable:
         return tuple(Send(peer, Fenced(epoch)) for epoch in epochs) + self._apply_all(peer, LinkOpened(), now)
 
     def link_lost(self, peer: Incarnation, now: float, reason: str = "") -> Actions:
-        """The link ended or could not be made, and why. While in_flight is not 0, dial again: an answer means the peer lives."""
+        """The link ended or could not be made. While in_flight is not 0, dial again: an answer means the peer lives.
+
+        reason: why, for people; who waits for the hand-off hears it.
+        """
         self._up.discard(peer)
         return self._apply_all(peer, LinkLost(reason), now)
 

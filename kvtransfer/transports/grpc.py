@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from kvrelay.blocks import Ticket
 from kvrelay.errors import Internal, ResourceExhausted
+from kvrelay.fault_points import fault_point
 from kvrelay.link import BlockData, PartManifest, PoolDescriptor
 from kvrelay.requests import Incarnation
 from kvtransfer.store import BlockStore
@@ -135,6 +136,7 @@ class _Sender:
     def _run(self) -> None:
         try:
             while (part := self._parts.get()) is not None:
+                fault_point("transport.poll")
                 self._on_event(self._write(part))
         except BaseException as error:
             if self._on_failed is None:

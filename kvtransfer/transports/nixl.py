@@ -16,6 +16,7 @@ from typing import Any
 
 from kvrelay.blocks import Ticket
 from kvrelay.errors import Internal, KVRelayError, ResourceExhausted
+from kvrelay.fault_points import fault_point
 from kvrelay.link import PoolDescriptor
 from kvrelay.requests import Incarnation
 from kvtransfer.store import BlockStore
@@ -181,6 +182,7 @@ class NixlTransport:
             return
 
     def _look(self) -> None:
+        fault_point("transport.poll")
         for write in list(self._writes):
             if not write.error:
                 self._judge(write, lambda w=write: self._agent.state(w.handle))  # type: ignore[misc]  # bound now
