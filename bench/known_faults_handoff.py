@@ -57,22 +57,23 @@ _MEMORY_AT_DECODE = (
         "    return (replace(t, gone_at=None) if event.writer == t.writer else t), ()",
         "    return t, ()",
     ),
-    one_edit(
+    Fault(
         "count-instead-of-positions",
         "landed when enough blocks were counted: a part that is told twice counts twice",
-        RECEIVER,
-        """    if m.part in t.parts:
+        (
+            Edit(
+                RECEIVER,
+                """    if m.part in t.parts:
         return t, (Count("duplicate_part"),)
-    wrong = _fault_of(t, m)
-    if wrong:
-        return _lose(t, wrong, Count("bad_manifest"))
-    t = replace(t, parts=t.parts | {m.part}, missing=t.missing.difference(m.positions))
 """,
-        """    wrong = _fault_of(t, m)
-    if wrong:
-        return _lose(t, wrong, Count("bad_manifest"))
-    t = replace(t, missing=frozenset(sorted(t.missing)[len(m.positions) :]))
-""",
+                "",
+            ),
+            Edit(
+                RECEIVER,
+                "missing=t.missing.difference(m.positions))",
+                "missing=frozenset(sorted(t.missing)[len(m.positions) :]))",
+            ),
+        ),
     ),
     one_edit(
         "hold-before-landed",

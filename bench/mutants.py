@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,8 @@ NO_END_S = 240.0
 MEMORY_BYTES = 16 << 30
 """Of address space: a fault that makes something grow without end must not take the machine with it."""
 IMPORTED = "import {0}\nfor module in ({0},): print(module.__name__, module.__file__)"
+
+_running: set[subprocess.Popen[str]] = set()
 
 
 class DoesNotApply(Exception):
@@ -173,6 +176,7 @@ def _run(copy: Path, *args: str) -> subprocess.CompletedProcess[str] | None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    _running.add(process)
     resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     try:
         out, err = process.communicate(timeout=NO_END_S)
@@ -180,10 +184,8 @@ def _run(copy: Path, *args: str) -> subprocess.CompletedProcess[str] | None:
         process.kill()
         process.communicate()
         return None
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+    finally:
+        _running.discard(process)
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
@@ -208,16 +210,18 @@ def verdicts(faults: Sequence[Fault], num_seeds: int, jobs: int) -> Iterator[Ver
         for fault in faults:
             mutated(fault, original)
         with ThreadPoolExecutor(jobs) as threads:
-            yield from threads.map(lambda fault: judged(fault, original, num_seeds), faults)
+            try:
+                yield from threads.map(lambda fault: judged(fault, original, num_seeds), faults)
+            finally:
+                for process in list(_running):
+                    process.kill()
 
 
 def main() -> int:
     options = _parser().parse_args()
-    try:
-        for fault in FAULTS:
-            mutated(fault, ROOT)
-    except DoesNotApply as error:
-        print(error, file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not _all_apply():
         return 1
     if options.list:
         print("\n".join(f"{fault.name:32} {fault.what}" for fault in FAULTS))
@@ -236,6 +240,18 @@ def main() -> int:
     else:
         print(_summary(results, wrong))
     return 1 if wrong else 0
+
+
+def _all_apply() -> bool:
+    """Says of each fault that does not apply why."""
+    wrong = 0
+    for fault in FAULTS:
+        try:
+            mutated(fault, ROOT)
+        except DoesNotApply as error:
+            print(error, file=sys.stderr)
+            wrong += 1
+    return not wrong
 
 
 def _chosen(names: Sequence[str]) -> list[Fault] | None:
