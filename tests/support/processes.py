@@ -55,6 +55,10 @@ class RoleProcess:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(within_s)
 
+    def wait(self, within_s: float) -> int:
+        """The exit code of a process that ends by itself."""
+        return self._process.wait(within_s)
+
     def kill(self) -> None:
         """SIGKILL, and wait for the end. Nothing if it has ended already."""
         self._process.kill()
