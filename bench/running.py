@@ -71,6 +71,51 @@ def running(flags: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator
             process.wait()
 
 
+@contextmanager
+def running_roles(flags: Mapping[str, Sequence[str]], directory: Path) -> Iterator[Running]:
+    """A cluster of one process a role, each with flags of its own; no supervisor starts anything again."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    try:
+        target = _start(processes, "coordinator", ["--listen", "127.0.0.1:0", *flags["coordinator"]], directory)
+        for role in ("prefill", "decode"):
+            _start(processes, role, ["--coordinator", target, "--worker-id", role, *flags[role]], directory)
+        _until_ready(target, len(processes) - 1)
+        yield Running(target, {role: process.pid for role, process in processes.items()})
+    finally:
+        for process in reversed(processes.values()):
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+        for process in processes.values():
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _start(processes: dict[str, subprocess.Popen[str]], role: str, flags: Sequence[str], directory: Path) -> str:
+    """Where it serves."""
+    log = directory / f"{role}.log"
+    command = [sys.executable, "-m", "kvrelay.cli.main", role, *flags]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    processes[role] = process
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    if words[:1] != ["ready"]:
+        raise SystemExit(f"{role} did not start:\n{log.read_text()[-3000:]}")
+    return words[1]
+
+
+def _until_ready(target: str, num_workers: int, within_s: float = 30.0) -> None:
+    ends_at = time.monotonic() + within_s
+    with Client(target) as client:
+        while len(client.topology()["workers"]) < num_workers:
+            if time.monotonic() > ends_at:
+                raise SystemExit("the workers did not register")
+            time.sleep(0.1)
+
+
 def _members(supervisor: int, target: str) -> dict[str, int]:
     """Workers by their own word; the coordinator is the supervisor's other child."""
     with Client(target) as client:
@@ -92,6 +137,11 @@ def usage_of(pid: int) -> Usage:
 def cpu_s_of(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (stopped), ... as in /proc."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def shared_memory() -> set[str]:
