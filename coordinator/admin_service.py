@@ -34,6 +34,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             queued_requests=self._dispatcher.num_queued,
             open_requests=self._dispatcher.num_open,
             coordinator_id=self._roster.coordinator_id,
+            counters=dict(self._dispatcher.counters),
         )
 
     async def DrainWorker(

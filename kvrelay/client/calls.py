@@ -156,6 +156,7 @@ def _topology(answer: admin_pb2.GetTopologyResponse) -> Topology:
         "queued_requests": answer.queued_requests,
         "open_requests": answer.open_requests,
         "workers": [_worker_status(worker) for worker in answer.workers],
+        "counters": dict(answer.counters),
     }
 
 

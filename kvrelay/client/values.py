@@ -110,7 +110,10 @@ class WorkerStatus(TypedDict):
 
 
 class Topology(TypedDict):
+    """counters: what became of requests since the coordinator began (migrated, requeued, outcome.stop, ...)."""
+
     coordinator_id: str
     queued_requests: int
     open_requests: int
     workers: list[WorkerStatus]
+    counters: dict[str, int]

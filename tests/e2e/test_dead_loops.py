@@ -71,7 +71,7 @@ async def ask_until_done(target: str, env: Mapping[str, str], within_s: float = 
     """Requests, whatever becomes of them, until the order has been carried out."""
     ends_at = time.monotonic() + within_s
     async with AsyncClient(target) as client:
-        while not Path(env[PROOF]).exists():
+        while not await asyncio.to_thread(Path(env[PROOF]).exists):
             assert time.monotonic() < ends_at, f"{env[ORDER]} was not carried out"
             with suppress(KVRelayError, TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -125,5 +125,5 @@ def test_a_coordinator_ends_with_any_of_its_loops(tmp_path: Path, point: str) ->
 
 
 def test_an_order_that_cannot_be_meant_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="no such point|NAME:ACTION:NTH"):
+    with pytest.raises(AssertionError, match="NAME:ACTION:NTH"):
         RoleProcess(tmp_path, "decode", *COMMON, env={ORDER: "decode.nowhere:raise:1"})

@@ -68,9 +68,17 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
     async def GetTopology(self, request, context):
         about = common_pb2.WorkerDescription(worker_id="d1", role=common_pb2.ROLE_DECODE, incarnation="i", pid=7)
         counts = common_pb2.BlockCounts(total=8, free=5, held=1, cached=1, reserved=1)
-        load = common_pb2.Load(blocks=counts, running=2, waiting=1, transfers_in_flight=3, tokens_per_s=4.5)
+        load = common_pb2.Load(
+            blocks=counts,
+            running=2,
+            waiting=1,
+            transfers_in_flight=3,
+            tokens_per_s=4.5,
+            draining=True,
+            counters={"quarantined": 2, "forced": 0, "bad_checksum": 1},
+        )
         return admin_pb2.GetTopologyResponse(
-            workers=[admin_pb2.WorkerStatus(description=about, load=load)], coordinator_id="c"
+            workers=[admin_pb2.WorkerStatus(description=about, load=load)], coordinator_id="c", counters={"migrated": 3}
         )
 
 
@@ -227,7 +235,14 @@ def test_status_as_json_has_the_blocks_of_every_worker(serving):
         3,
         4.5,
     )
-    assert b"d1" in kvrelay("status", "--target", serving.target).stdout
+    assert json.loads(done.stdout)["counters"] == {"migrated": 3}
+
+
+def test_status_for_people_names_what_was_counted_and_is_not_zero(serving):
+    table = kvrelay("status", "--target", serving.target).stdout.decode()
+    assert "3 moved to other workers so far" in table
+    assert "drains, bad_checksum 1, quarantined 2" in " ".join(table.split())
+    assert "forced" not in table
 
 
 @pytest.mark.parametrize("loop", [("--concurrency", "2"), ("--rate", "200")])
