@@ -135,9 +135,10 @@ class SessionHub:
             found.put(report)
 
     def end_all(self, why: str) -> None:
-        """Each says what it has left to say, and ends."""
+        """Each says what it has left to say, and ends. A coordinator that reads slowly gets LAST_WORDS_S for it."""
         for session in list(self._sessions.values()):
             session.has_last_words = True
+            session.unread = Liveness.start(LAST_WORDS_S, time.monotonic())
             session.end(why)
 
     async def serve(self, commands: AsyncIterator[Command], write: WriteReport) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
+from kvrelay import fault_points
 from kvrelay.blocks import BlockCounts, KVLayout
 from kvrelay.errors import FailedPrecondition, InvalidArgument
 from kvrelay.requests import Incarnation, RequestId, Role, SessionId, WorkerId
@@ -214,3 +216,82 @@ async def test_cancelling_the_call_ends_the_session_and_leaves_no_task(hub: Sess
         await c.task
     assert box.take(0)[-1] == SessionClosed(S1)
     assert len(asyncio.all_tasks()) == before
+
+
+async def test_a_worker_that_goes_says_what_is_left_to_say_first(hub: SessionHub) -> None:
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    await c.until_reports(1)
+    hub.send(S1, Report(tokens=(token(0),)))
+    hub.end_all("the worker is stopping")
+    await asyncio.wait_for(c.task, 5)
+    assert [t.index for r in c.reports for t in r.tokens] == [0]
+    assert hub.num_sessions == 0
+
+
+async def test_last_words_that_nobody_reads_hold_up_nobody(hub: SessionHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_hub, "LAST_WORDS_S", 0.05)
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    await c.until_reports(1)
+    c.reading.clear()
+    hub.send(S1, Report(tokens=(token(0),)))
+    hub.end_all("the worker is stopping")
+    await asyncio.wait_for(c.task, 5)
+
+
+async def test_an_unread_report_is_not_blamed_for_our_own_pause(
+    hub: SessionHub, box: Mailbox[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock jumps by a minute, as after SIGSTOP: the window begins anew."""
+    jump = 0.0
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jump)
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    await c.until_reports(1)
+    c.reading.clear()
+    hub.send(S1, Report(tokens=(token(0),)))
+    await asyncio.sleep(0.3)  # the report is being written, and was looked at
+    jump = 60.0
+    await asyncio.sleep(0.6)  # two looks more
+    assert hub.num_sessions == 1
+    c.reading.set()
+    await c.until_reports(2)
+    c.say(None)
+    await asyncio.wait_for(c.task, 5)
+
+
+@pytest.mark.parametrize("point", ["worker.command", "worker.report"])
+async def test_a_session_ends_with_any_of_its_loops(hub: SessionHub, box: Mailbox[Event], point: str) -> None:
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    await c.until_reports(1)
+
+    def raise_there(passed: str) -> None:
+        if passed == point:
+            raise fault_points.FaultInjected(point)
+
+    fault_points.install(raise_there)
+    try:
+        c.say(Abort(RequestId("r"), 1))
+        hub.send(S1, Report(tokens=(token(0),)))
+        with pytest.raises(fault_points.FaultInjected):
+            await asyncio.wait_for(c.task, 5)
+    finally:
+        fault_points.install(None)
+    assert box.take(0)[-1] == SessionClosed(S1)
+    assert hub.num_sessions == 0
+
+
+async def test_a_session_whose_silence_nobody_measures_any_more_is_ended(
+    hub: SessionHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(session: object, now: float) -> None:
+        raise RuntimeError("the watch died")
+
+    monkeypatch.setattr(session_hub._Session, "check", broken)
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    with pytest.raises(RuntimeError, match="the watch died"):
+        await asyncio.wait_for(c.task, 5)

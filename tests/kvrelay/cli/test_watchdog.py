@@ -10,6 +10,25 @@ from kvrelay.cli.watchdog import watch
 from kvrelay.rpc.server import RpcServer
 
 
+async def test_one_that_says_for_long_that_it_is_not_well_is_killed() -> None:
+    killed: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    server = RpcServer()
+    port = server.bind("127.0.0.1:0")
+    await server.start()
+    members = {"stuck": Reached(3, f"127.0.0.1:{port}")}
+    watching = asyncio.create_task(watch(lambda: members, lambda *who: killed.put_nowait(who), silent_s=2.0))
+    try:
+        await asyncio.sleep(2.5)  # it is well for longer than a silence that would be acted on
+        assert killed.empty()
+        await server.set_ready(False, "")
+        async with asyncio.timeout(20):
+            assert await killed.get() == ("stuck", 3)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await server.stop(0)
+
+
 async def test_the_silent_one_of_two_is_killed_and_only_it() -> None:
     killed: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
     server = RpcServer()
