@@ -6,8 +6,8 @@
     python bench/mutants.py --json                        for programs
 
 Each fault goes into a copy of the packages in a temporary folder, never into this tree. There the simulator runs seed
-after seed until its first violation, and the fast unit tests until their first failure. Both are told, for what the
-simulator finds without knowing where to look matters most. An unchanged copy, the control, must be green.
+after seed until its first violation, and the fast unit tests concerned until their first failure. Both are told, for
+what the simulator finds without knowing where to look matters most. An unchanged copy, the control, must be green.
 Exit 1 if a fault survives both, if the control is not green, or if a fault does not apply.
 """
 
@@ -38,16 +38,16 @@ PACKAGES = ("kvrelay", "coordinator", "worker", "prefill_svc", "decode_svc", "kv
 COPIED = (*PACKAGES, "tests", "pyproject.toml")
 FAULTS: tuple[Fault, ...] = (*HANDOFF_FAULTS, *LIFE_FAULTS)
 CONTROL = Fault("control", "nothing is changed", ())
-UNIT_TESTS = (
-    "tests/kvtransfer",
-    "tests/decode_svc",
-    "tests/prefill_svc",
-    "tests/worker",
-    "tests/coordinator",
-    "tests/engine/test_scheduler.py",
-    "tests/engine/test_block_pool.py",
-    "tests/kvrelay/test_liveness.py",
-)
+UNIT_TESTS = {
+    "kvtransfer": ("tests/kvtransfer", "tests/worker"),
+    "decode_svc": ("tests/decode_svc", "tests/worker"),
+    "prefill_svc": ("tests/prefill_svc", "tests/worker"),
+    "worker": ("tests/worker",),
+    "engine": ("tests/engine/test_scheduler.py", "tests/engine/test_block_pool.py", "tests/worker"),
+    "coordinator": ("tests/coordinator",),
+    "kvrelay": ("tests/kvrelay/test_liveness.py", "tests/kvtransfer", "tests/worker"),
+}
+"""The fast tests that a change of a package concerns; the control runs all of them."""
 LEFT_OUT = (
     *("test_*transport.py", "test_manifest.py", "test_service.py", "test_process.py"),
     *("test_stops.py", "test_text.py", "test_validate.py"),
@@ -114,7 +114,7 @@ def judged(fault: Fault, original: Path, num_seeds: int) -> Verdict:
         _simulate(copy, num_seeds, verdict)
         verdict.sim_s = time.monotonic() - began
         began = time.monotonic()
-        verdict.unit = _unit_tests(copy)
+        verdict.unit = _unit_tests(copy, fault)
         verdict.unit_s = time.monotonic() - began
     return verdict
 
@@ -152,10 +152,12 @@ def _simulate(copy: Path, num_seeds: int, verdict: Verdict) -> None:
             return
 
 
-def _unit_tests(copy: Path) -> str:
+def _unit_tests(copy: Path, fault: Fault) -> str:
     """The first test that fails, or ''."""
+    packages = dict.fromkeys(edit.path.split("/")[0] for edit in fault.edits) or UNIT_TESTS
+    tests = dict.fromkeys(path for package in packages for path in UNIT_TESTS[package])
     ignored = [f"--ignore-glob=*/{pattern}" for pattern in LEFT_OUT]
-    done = _run(copy, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *ignored, *UNIT_TESTS)
+    done = _run(copy, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *ignored, *tests)
     if done is None:
         return f"no end within {NO_END_S:.0f} s"
     if done.returncode == 0:
