@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -86,7 +85,7 @@ class _Session:
 
     def begin_write(self, bound: asyncio.Timeout) -> None:
         """`check` lets the bound run out when the write took too long."""
-        self.unread = Liveness.start(UNREAD_LIMIT_S, time.monotonic())
+        self.unread = Liveness.start(LAST_WORDS_S if self.has_last_words else UNREAD_LIMIT_S, time.monotonic())
         self.write_bound = bound
 
     def check(self, now: float) -> None:
@@ -225,8 +224,7 @@ class SessionHub:
                 await self._write_one(session, report, write)
         report = session.take()
         if report is not None and session.has_last_words:
-            with suppress(TimeoutError):
-                await within(LAST_WORDS_S, self._write_one(session, report, write))
+            await self._write_one(session, report, write)
 
     @staticmethod
     async def _write_one(session: _Session, report: Report, write: WriteReport) -> None:
@@ -237,6 +235,6 @@ class SessionHub:
                 session.begin_write(bound)
                 await write(stamped)
         except TimeoutError:
-            session.end(f"a report went unread for {UNREAD_LIMIT_S:.0f} s")
+            session.end(f"a report went unread for {session.unread.gives_up_s:.0f} s")
         finally:
             session.write_bound = None
