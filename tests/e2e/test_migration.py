@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,14 @@ from support.golden import B, Case
 from support.streams import answer_of, prompt_of
 
 from kvrelay.client import AsyncClient, AsyncStream, GenerateResult
+from kvrelay.errors import Unavailable
 
 pytestmark = pytest.mark.e2e
 
 FLAGS = ("--executor", "hash", "--transport", "grpc", "--num-blocks", "96", "--step-tokens", "32")
-SLOW = ("--step-seconds", "0.02")
+SLOW = ("--step-seconds", "0.03")
 LONG = 1000
 """Tokens of a prompt that takes 32 steps: at least 0.6 s."""
-GRACE_S = 6.0
-"""Within it a stream that lost its worker has gone on or ended."""
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +52,13 @@ def start(client: AsyncClient, case: Case, stop: Sequence[str] = ()) -> AsyncStr
 async def reading(
     target: str, cases: Sequence[Case], stop: Sequence[str] = ()
 ) -> AsyncIterator[list[tuple[AsyncStream, asyncio.Task[GenerateResult]]]]:
-    """All cases at once, each stream with the task that reads it; read to the end after the body."""
+    """All cases, placed in this order, each stream with the task that reads it; read to the end after the body."""
     async with AsyncClient(target) as client:
-        streams = [start(client, case, stop) for case in cases]
-        tasks = [asyncio.create_task(s.collect()) for s in streams]
+        streams, tasks = [start(client, case, stop) for case in cases], list[asyncio.Task[GenerateResult]]()
         try:
+            for stream in streams:
+                tasks.append(asyncio.create_task(stream.collect()))
+                await until_true(lambda stream=stream: bool(stream.request_id))
             yield list(zip(streams, tasks, strict=True))
             await asyncio.gather(*tasks)
         finally:
@@ -68,9 +69,13 @@ async def reading(
 
 async def until_tokens(streams: Sequence[AsyncStream], num_tokens: int) -> None:
     """Until each stream has shown its client so many tokens."""
+    await until_true(lambda: all(len(s.tokens) >= num_tokens for s in streams))
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
     ends_at = time.monotonic() + 20.0
-    while any(len(s.tokens) < num_tokens for s in streams):
-        assert time.monotonic() < ends_at, f"tokens: {[len(s.tokens) for s in streams]}"
+    while not condition():
+        assert time.monotonic() < ends_at, "it did not come true within 20 s"
         await asyncio.sleep(0.002)  # a poll, bounded above
 
 
@@ -107,7 +112,7 @@ def assert_as_if_nothing_happened(result: GenerateResult, case: Case) -> None:
 @pytest.mark.parametrize("k", [1, B - 1, B, B + 1, 100])
 async def test_decode_killed_after_k_tokens(cluster: Cluster, k: int) -> None:
     """Two greedy and two seeded streams over two decode workers: one of each loses its worker."""
-    cases = [Case(prompt_of(40 + k, seed=i), k + 30, None if i < 2 else 7 + i) for i in range(4)]
+    cases = [Case(prompt_of(40 + k, seed=i), k + 80, None if i < 2 else 7 + i) for i in range(4)]
     async with reading(cluster.target, cases) as running:
         await until_tokens([stream for stream, _ in running], k)
         killed = await asyncio.to_thread(kill_busy, cluster, "decode")
@@ -148,17 +153,29 @@ async def test_a_stop_string_over_the_cut_still_ends_the_stream(cluster: Cluster
     await asyncio.to_thread(until_whole, cluster, killed)
 
 
-async def test_the_only_decode_worker_restarted_within_the_grace_saves_the_streams(tmp_path: Path) -> None:
+async def test_the_only_decode_worker_restarted_within_the_grace_saves_old_streams_and_new(tmp_path: Path) -> None:
     with running_cluster(tmp_path / "log", *FLAGS, *SLOW) as cluster:
-        cases = [Case(prompt_of(40, seed=s), 60, None) for s in range(4)]
-        late = Case(prompt_of(20), 5, None)
+        for _ in range(3):  # a busy machine may need longer than the grace for a start
+            if await is_saved_by_a_restart(cluster):
+                return
+    pytest.fail("no restart saved the streams")
+
+
+async def is_saved_by_a_restart(cluster: Cluster) -> bool:
+    cases = [Case(prompt_of(40, seed=s), 60, None) for s in range(4)]
+    late = Case(prompt_of(20), 5, None)
+    try:
         async with reading(cluster.target, cases) as running:
             await until_tokens([stream for stream, _ in running], 5)
             killed = await asyncio.to_thread(kill_busy, cluster, "decode")
-            async with asyncio.timeout(GRACE_S), reading(cluster.target, [late]) as ((_, asked),):
+            async with reading(cluster.target, [late]) as ((_, asked),):
                 pass
-        for (_, task), case in zip(running, cases, strict=True):
-            assert_as_if_nothing_happened(task.result(), case)
-            assert task.result().migrations >= 1
-        assert_as_if_nothing_happened(asked.result(), late)
+    except Unavailable:
         await asyncio.to_thread(until_whole, cluster, killed, 2)
+        return False
+    for (_, task), case in zip(running, cases, strict=True):
+        assert_as_if_nothing_happened(task.result(), case)
+        assert task.result().migrations >= 1
+    assert_as_if_nothing_happened(asked.result(), late)
+    await asyncio.to_thread(until_whole, cluster, killed, 2)
+    return True
