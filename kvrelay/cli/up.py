@@ -39,7 +39,7 @@ def up(
     """Start a coordinator and workers on this machine and keep them running.
 
     Prints the line `ready HOST:PORT` on stdout once all of them serve. A process that dies, or is silent for 10 s, is
-    started again. SIGINT or SIGTERM ends all of them, after their streams have ended or 8 s, and exits 0; 1 means that
+    started again. SIGINT or SIGTERM ends all of them, after their streams or --drain-grace-s, and exits 0; 1 means that
     the cluster could not serve, 78 that its configuration is wrong.
     """
     options = {key: value for key, value in locals().items() if key != "config"}
