@@ -65,10 +65,11 @@ async def test_a_killed_coordinator_leaves_no_block_behind_and_the_other_one_not
     await asyncio.to_thread(cluster.until_quiet)
 
 
+@pytest.mark.parametrize("relay", ["nixl", "grpc"], indirect=True, scope="session")
 async def test_clients_that_vanish_in_the_middle_of_their_streams_leave_nothing_behind(
-    cluster_of_two_coordinators: Members, verdict: Judge
+    cluster: Members, verdict: Judge
 ) -> None:
-    cluster, history = cluster_of_two_coordinators, History()
+    history = History()
     async with load(cluster.target, mixed_cases(), 3, history):
         command = (sys.executable, "-c", CLIENT, cluster.target, "4")
         client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

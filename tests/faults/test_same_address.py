@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.golden import Case
 from support.injections import restart
-from support.members import Members, members
+from support.members import Members
 from support.recorder import History, Judge, Recorder, load, under_way
 from support.streams import mixed_cases, prompt_of
 
 pytestmark = pytest.mark.e2e
 
 POOLS = (96, 160, 112, 144, 128)
-"""Sizes that decode comes back with: other base addresses, other numbers of blocks."""
-
-
-@pytest.fixture
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Members]:
-    common = ("--transport", request.param, "--num-blocks", "128", "--step-tokens", "64", "--step-seconds", "0.004")
-    with members(tmp_path, prefill=1, decode=1, common=common) as cluster:
-        yield cluster
+"""Sizes that decode comes back with: other base addresses, other numbers of blocks; the last is as at first."""
 
 
 async def ask_all(cluster: Members, history: History, seed: int) -> None:
@@ -34,24 +25,31 @@ async def ask_all(cluster: Members, history: History, seed: int) -> None:
         await asyncio.gather(*(recorder.ask(case) for case in cases))
 
 
-@pytest.mark.parametrize(("pair", "who"), [("nixl", "d0"), ("nixl", "p0"), ("grpc", "d0")], indirect=["pair"])
-async def test_the_next_twenty_requests_after_each_of_five_restarts_are_exact(
-    pair: Members, who: str, verdict: Judge
+@pytest.mark.parametrize("relay", ["nixl", "grpc"], indirect=True, scope="session")
+async def test_after_each_of_five_restarts_of_decode_twenty_requests_are_exact(
+    cluster: Members, verdict: Judge
 ) -> None:
-    """Each restart hits streams under way; with one worker a role they wait until it is back."""
-    (survivor,) = set(pair.workers) - {who}
-    living = pair.view.worker(survivor)
-    assert living
+    await restart_five_times(cluster, "d1", verdict)
+
+
+@pytest.mark.parametrize("relay", ["nixl"], indirect=True, scope="session")
+async def test_after_each_of_five_restarts_of_prefill_twenty_requests_are_exact(
+    cluster: Members, verdict: Judge
+) -> None:
+    await restart_five_times(cluster, "p1", verdict)
+
+
+async def restart_five_times(cluster: Members, who: str, verdict: Judge) -> None:
+    """Each restart hits streams under way; the processes that others depend on live on."""
+    before = {w["id"]: w["incarnation"] for w in cluster.view.workers() if w["id"] != who}
     for turn, blocks in enumerate(POOLS):
         disturbed, after = History(), History()
-        async with load(pair.target, mixed_cases(), 4, disturbed):
+        async with load(cluster.target, mixed_cases(), 4, disturbed):
             await under_way(disturbed, 40)
-            flags = ("--num-blocks", str(blocks)) if who == "d0" else ()
-            disturbed.faults.append(await asyncio.to_thread(restart, pair.view, pair.workers[who], *flags))
+            flags = ("--num-blocks", str(blocks)) if who == "d1" else ()
+            disturbed.faults.append(await asyncio.to_thread(restart, cluster.view, cluster.workers[who], *flags))
         verdict(disturbed)
-        await ask_all(pair, after, turn)
+        await ask_all(cluster, after, turn)
         assert verdict(after).exact == 20
-    still = pair.view.worker(survivor)
-    assert still
-    assert (still["pid"], still["incarnation"]) == (living["pid"], living["incarnation"])
-    await asyncio.to_thread(pair.until_quiet)
+    assert {w["id"]: w["incarnation"] for w in cluster.view.workers() if w["id"] != who} == before
+    await asyncio.to_thread(cluster.until_quiet)
