@@ -118,7 +118,10 @@ class SimCluster:
         self._take_counters(worker)
         self._gone.append(worker)
         self.lost_progress += worker.progress + 1
-        self.watch.disturb(worker.shape.name, 5.0)
+        if worker.departure.late:
+            self.watch.late_departures.append(worker.shape.name)
+        if worker.exited != 0:
+            self.watch.disturb(worker.shape.name, 5.0)
         self._restart(lambda: self._start_worker(worker.shape))
 
     def _restart(self, start: Callable[[], None], delay: float | None = None) -> None:

@@ -5,17 +5,22 @@ A fault that could not be carried out is not counted; a seed's record says how o
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvrelay import fault_points
+from kvrelay.errors import NotFound
+from kvrelay.requests import WorkerId
+from kvrelay.session import Drain
 from sim.network import End
 from sim.world import Node, NodeDied
+from worker.events import DrainAsked
 
 if TYPE_CHECKING:
     from sim.cluster import SimCluster
 
-MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator")
+MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain")
 POINT_CHANCE = 0.004
 
 
@@ -41,6 +46,8 @@ class FaultPlan:
             fabric.faults.late_notice = 0.2
             fabric.faults.slow = self.world.rng.choice((0.01, 0.05, 0.2))
             fabric.faults.refuse_post = 0.02
+        if "flip" in kinds and self.scenario.workers[0].verify_kv:
+            fabric.faults.flip = 0.02
         fault_points.install(self._point if "point" in kinds else None)
         if any(kind in kinds for kind in MOMENTS):
             self._next()
@@ -52,10 +59,11 @@ class FaultPlan:
             net, fabric = self.cluster.net, self.cluster.fabric
             net.cut_chance, net.slow_chance = {}, 0.0
             faults = fabric.faults
-            faults.fail = faults.duplicate = faults.late_notice = faults.slow = faults.refuse_post = 0.0
+            faults.fail = faults.duplicate = faults.late_notice = faults.slow = faults.refuse_post = faults.flip = 0.0
             net.unclog()
             fault_points.install(None)
             self.happened["cut"] = net.num_cut
+            self.happened["flip"] = fabric.counts.get("flipped", 0)
             self.happened["write"] = fabric.counts.get("failed_write", 0)
             self.world.trace("faults", f"end: {dict(self.happened)}")
 
@@ -83,6 +91,22 @@ class FaultPlan:
         if len(alive) > 1 or (alive and self.world.rng.random() < 0.3):
             self.happened["coordinator"] += 1
             self.world.rng.choice(alive).node.crash("killed")
+
+    def _drain(self) -> None:
+        """A rolling restart: a worker is told to go, by a signal or by a coordinator, while its kind has another."""
+        workers = [w for w in self.cluster.workers.values() if w.node.alive and w.departure.times is None]
+        rng = self.world.rng
+        if len(workers) < len(self.cluster.workers):
+            return
+        worker, grace_s = rng.choice(workers), rng.choice((0.5, 2.0, 8.0))
+        self.happened["drain"] += 1
+        self.world.trace(worker.shape.name, f"is told to drain within {grace_s} s")
+        if rng.random() < 0.5:
+            worker.mailbox.post(DrainAsked(grace_s))
+            return
+        coordinator = rng.choice(list(self.cluster.coordinators.values()))
+        with contextlib.suppress(NotFound):
+            coordinator.roster.drain(WorkerId(worker.shape.name), Drain(grace_s))
 
     def _vanish(self) -> None:
         worker = self._worker()

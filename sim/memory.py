@@ -81,6 +81,8 @@ class WriteFaults:
     late_notice: float = 0.0
     slow: float = 0.0
     refuse_post: float = 0.0
+    flip: float = 0.0
+    """A wrong byte in a block; only where it is looked for."""
 
 
 class Fabric:
@@ -130,6 +132,9 @@ class Fabric:
             data = writer.store.read(source)
             middle = len(data) // 2
             piece = data[:middle] if half == 0 else data[middle:]
+            if half == 1 and self.world.rng.random() < self.faults.flip:
+                self._count("flipped")
+                piece = memoryview(bytes([piece[0] ^ 1]) + bytes(piece[1:]))
             target.store.write(dest, 0 if half == 0 else middle, piece)
         if half == 1:
             flight.landed.add(dest)

@@ -20,6 +20,8 @@ KINDS = (
     "slow",
     "vanish",
     "write",
+    "flip",
+    "drain",
     "coordinator",
     "leave",
     "slow_reader",
@@ -50,6 +52,7 @@ def scenario_of(seed: int) -> Scenario:
     coordinators = tuple(f"c{i}" for i in range(rng.choice((1, 1, 2))))
     addresses = tuple(f"{name}:1" for name in coordinators)
     counts = {Role.PREFILL: rng.choice((1, 2, 2)), Role.DECODE: rng.choice((1, 2, 2))}
+    verify_kv = rng.random() < 0.3
     workers = tuple(
         WorkerShape(
             role=role,
@@ -60,6 +63,7 @@ def scenario_of(seed: int) -> Scenario:
             step_tokens=rng.choice((16, 32, 64, 128)),
             max_sequences=rng.choice((2, 8, 64)),
             step_s=rng.choice((0.004, 0.01, 0.03)),
+            verify_kv=verify_kv,
         )
         for role, count in counts.items()
         for i in range(count)

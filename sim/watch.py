@@ -31,6 +31,7 @@ class Watch:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
         self._disturbed_until: dict[str, float] = {}
+        self.late_departures: list[str] = []
         self._mark = -1
         self._moved_at = 0.0
         self._moved_pass = 0
@@ -52,6 +53,9 @@ class Watch:
     def look(self, node: Node | None) -> None:
         """After each step."""
         self._passes += 1
+        if any(not self._disturbed(name, EXPLAINS_S) for name in self.late_departures):
+            raise Violation(f"{self.late_departures} ended later than their grace")
+        self.late_departures.clear()
         if self._passes % 50:
             return
         cluster = self._cluster
@@ -93,6 +97,10 @@ class Watch:
         cluster, now = self._cluster, self._cluster.world.now
         if any(self._disturbed(name, EXPLAINS_S) for name in cluster.scenario.coordinators):
             return True
+        if history.read_pause_s and any(
+            self._disturbed(name, now - history.started_at) for name in cluster.scenario.coordinators
+        ):
+            return True  # it reads only now what was said before
         if isinstance(error, DeadlineExceeded):
             limit = history.ask.deadline_s
             return limit is not None and limit * 0.98 <= now - history.started_at <= limit * 1.02 + 1.0

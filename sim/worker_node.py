@@ -7,8 +7,9 @@ sessions and links come over the simulated network, and a worker that must end i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
@@ -21,17 +22,19 @@ from kvrelay.requests import Incarnation, Role, WorkerId
 from kvrelay.session import Load, Report, WorkerDescription
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
 from kvtransfer.receiver import ReceiverTable
+from kvtransfer.store import block_checksum
 from kvtransfer.transports.base import TransportEvent, WriteFailed
 from kvtransfer.writer import WriterTable
 from prefill_svc.attempt import PrefillParts
 from prefill_svc.core import PrefillCore
 from sim.frames import Framed
+from sim.leaving import Departure
 from sim.memory import Fabric, LedgerPool, Member, OneSided
 from sim.network import End, Network
 from sim.ways import Ways, requests_of
 from sim.world import Node, World
 from worker.engine_turn import EngineTurn
-from worker.events import Action, DropPeer, Event, OpenLink, SendReport, TransportHappened
+from worker.events import Action, DropPeer, Event, Leave, OpenLink, SendReport, TransportHappened
 from worker.link_client import LinkClient
 from worker.link_server import LinkServer
 from worker.mailbox import Mailbox
@@ -54,6 +57,7 @@ class WorkerShape:
     step_tokens: int
     max_sequences: int
     step_s: float
+    verify_kv: bool = False
 
     @property
     def address(self) -> str:
@@ -85,6 +89,7 @@ class WorkerNode:
         self.computing = False
         self.progress = 0
         self.exited: int | None = None
+        self.departure = Departure(self)
         self._ways = Ways(net, self.node)
         self._links: LinkClient | LinkServer
         self.transport: OneSided | Framed
@@ -120,7 +125,9 @@ class WorkerNode:
                 transport=shape.transport,
                 pool=self.pool,
                 scheduler=Scheduler(self.pool, BLOCK_SIZE, self._budgets()),
-                table=WriterTable(self.incarnation, layout.block_bytes, refuses_late=late),
+                table=WriterTable(
+                    self.incarnation, layout.block_bytes, refuses_late=late, checksum_of=self._checksum()
+                ),
                 pace=Pace(0.4, shape.step_tokens),
             )
         )
@@ -135,10 +142,19 @@ class WorkerNode:
                 vocab_size=BUILTIN_VOCAB,
                 pool=self.pool,
                 scheduler=Scheduler(self.pool, BLOCK_SIZE, self._budgets()),
-                table=ReceiverTable(self.incarnation, layout.block_bytes, refuses_late=late, bytes_over_link=late),
+                table=ReceiverTable(
+                    self.incarnation,
+                    layout.block_bytes,
+                    refuses_late=late,
+                    bytes_over_link=late,
+                    checksum_of=self._checksum(),
+                ),
                 store=self.executor.pool,
             )
         )
+
+    def _checksum(self) -> Callable[[int], int] | None:
+        return partial(block_checksum, self.executor.pool) if self.shape.verify_kv else None
 
     def _budgets(self) -> Budgets:
         return Budgets(max_tokens=self.shape.step_tokens, max_sequences=self.shape.max_sequences)
@@ -158,6 +174,7 @@ class WorkerNode:
             executor="hash",
             max_sequences=shape.max_sequences,
             step_tokens=shape.step_tokens,
+            verify_kv=shape.verify_kv,
         )
 
     def _open_doors(self) -> None:
@@ -165,7 +182,10 @@ class WorkerNode:
         doors = {"session": self._session}
         if self.shape.role is Role.PREFILL:
             layout, transport = self.executor.layout, self.shape.transport
-            hello = LinkHello(name, self.incarnation, Incarnation(""), identity.fingerprint, layout, transport)
+            verify = self.shape.verify_kv
+            hello = LinkHello(
+                name, self.incarnation, Incarnation(""), identity.fingerprint, layout, transport, verify_kv=verify
+            )
 
             async def add_peer(welcome: LinkWelcome) -> None:
                 self.transport.add_peer(welcome.incarnation)
@@ -176,7 +196,7 @@ class WorkerNode:
         else:
             pool = OneSided.pool(self.transport) if isinstance(self.transport, OneSided) else None
             welcome = LinkWelcome(name, self.incarnation, self.executor.layout, self.shape.transport, pool)  # type: ignore[arg-type]
-            self._links = LinkServer(self.mailbox, welcome, identity.fingerprint)
+            self._links = LinkServer(self.mailbox, welcome, identity.fingerprint, self.shape.verify_kv)
             doors["link"] = self._link
         self.net.listen(self.node, self.shape.address, doors)
 
@@ -229,6 +249,8 @@ class WorkerNode:
                 self.exited = 70
                 self.node.crash(f"by itself: {action.reason}")
                 return
+            elif isinstance(action, Leave):
+                self.departure.ask(action.grace_s)
             elif isinstance(action, OpenLink):
                 assert isinstance(self._links, LinkClient)
                 self._links.ensure(action)

@@ -215,5 +215,5 @@ class NodeDied(SystemExit):
 
 
 def describe(context: dict[str, Any]) -> str:
-    error = context.get("exception")
-    return f"{context.get('message')}: {type(error).__name__}: {error}" if error else str(context.get("message"))
+    error, where = context.get("exception"), context.get("task") or context.get("future") or ""
+    return f"{context.get('message')}: {type(error).__name__}: {error} {where}"
