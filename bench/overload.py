@@ -1,6 +1,6 @@
 """Ten times more requests than a cluster can serve: are they refused quickly, and is the rest served as well as ever?
 
-    python bench/overload.py                              30 s of overload, the hash executor with steps of 5 ms
+    python bench/overload.py                              30 s of overload, the hash executor with steps of 10 ms
     python bench/overload.py --seconds 5                  a short one
     python bench/overload.py --model smollm2-135m-instruct --seconds 30
 
@@ -58,8 +58,14 @@ class Clients:
             stack.push_async_callback(_end, process)
             processes.append(process)
         clients = cls(processes)
-        await asyncio.gather(*(clients._tell(p, {"target": target, "cases": cases}) for p in processes))
+        await asyncio.gather(*(clients._set_up(p, {"target": target, "cases": cases}) for p in processes))
         return clients
+
+    async def _set_up(self, process: asyncio.subprocess.Process, words: dict[str, Any]) -> None:
+        assert process.stdout is not None
+        await self._tell(process, words)
+        if await process.stdout.readline() != b"ready\n":
+            raise SystemExit("a client process did not start")
 
     async def run(self, orders: Sequence[dict[str, Any]]) -> list[Outcome]:
         answers = await asyncio.gather(*(self._ask(p, o) for p, o in zip(self._processes, orders, strict=True)))
@@ -220,11 +226,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--times", type=float, default=10.0, help="offered load as a multiple of the best goodput")
     parser.add_argument("--model", default="", help="a real model instead of the hash executor")
     parser.add_argument("--transport", default="nixl", choices=("nixl", "grpc"))
-    parser.add_argument("--step-seconds", type=float, default=0.005, help="how long a step of the hash executor takes")
+    parser.add_argument("--step-seconds", type=float, default=0.01, help="how long a step of the hash executor takes")
     parser.add_argument("--max-sequences", type=int, default=8, help="rows of a batch")
     parser.add_argument("--queue-limit", type=int, default=32, help="requests that may wait at the coordinator")
     parser.add_argument("--prompt-tokens", type=int, default=24)
-    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--output-tokens", type=int, default=24)
     parser.add_argument("--cases", type=int, default=16, help="different prompts")
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout")

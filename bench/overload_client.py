@@ -1,8 +1,9 @@
 """One client process of bench/overload.py: asks as it is told on stdin, one JSON order a line, and reports on stdout.
 
+The first line is the set-up: target, and the cases as (prompt, expected tokens); once connected it answers `ready`.
 Order: {"mode": "closed", "concurrency": N, "until": T} or {"mode": "open", "rate": R, "begin": T, "until": T}; times on
-the monotonic clock. Answer: one line, a list of outcomes (see Outcome). The first line of all is the set-up: target,
-and the cases as (prompt, expected tokens). Cost per call is what counts here: requests are serialized once.
+the monotonic clock. Answer: one line, a list of outcomes (see Outcome). Cost per call is what counts here: requests are
+serialized once.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     async with open_channel(setup["target"]) as channel:
         asker = Asker(channel, setup["cases"])
+        await asker.ask(0, time.monotonic(), [])
         settle()
+        print("ready", flush=True)
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             order, outcomes = json.loads(line), []
             await {"closed": closed, "open": opened}[order["mode"]](asker, order, outcomes)
