@@ -24,6 +24,8 @@ from kvrelay.rpc.edge import EdgeInterceptor
 
 LAST_WORD_S = 0.25
 """After the grace: how long a status already written may take to leave."""
+MAX_STREAMS = 4096
+"""Calls that one connection may have open; its client's library lets further ones wait. More than any limit of ours."""
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
 
@@ -40,6 +42,7 @@ def server_options(max_receive_bytes: int = DEFAULT_MESSAGE_BYTES, *, keepalive:
         *(pings if keepalive else []),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
