@@ -103,7 +103,8 @@ class Live:
         return self.decoded and placement is not None and placement.prefill is not None
 
     def want(self) -> Want:
-        return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before)
+        last_slots = len(self.facts.prompt_ids) + self.facts.stop.max_tokens - 1
+        return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before, last_slots)
 
     def anew(self, loss: Loss | None, now: float) -> None:
         """Nothing that is known of the attempt before holds for the one that the state speaks of now."""

@@ -67,6 +67,8 @@ class WorkerLoad:
             step_tokens=self.description.step_tokens,
             usable=load is not None and not load.draining and not silent,
             last_assigned=self.last_assigned,
+            total_blocks=self.description.num_blocks,
+            block_size=self.description.layout.block_size,
         )
 
     def decode_view(self, silent: bool) -> DecodeView:

@@ -1,13 +1,15 @@
 """Which prefill and which decode worker take a request: a pure function of a snapshot. Knows no sessions and no clocks.
 
 Prefill goes to the worker with the fewest tokens still to compute, decode to the one with the fewest sequences, then
-the most free blocks. Ties go to the worker that was given a request longest ago, then to the smaller id.
+the most free blocks. Ties go to the worker that was given a request longest ago, then to the smaller id. A worker whose
+whole pool is too small for a request is passed over while there is a larger one: pools may differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from coordinator.events import Placement
 from kvrelay.blocks import blocks_for
@@ -25,7 +27,7 @@ LOOK_AHEAD = 64
 class PrefillView:
     """queued_tokens: reported and not yet computed, plus what was assigned and is not in a report yet.
 
-    ticketed_tokens: the part of it that came from this coordinator.
+    ticketed_tokens: the part of it that came from this coordinator. total_blocks: of the pool, 0 if unknown.
     """
 
     worker_id: WorkerId
@@ -34,6 +36,8 @@ class PrefillView:
     step_tokens: int = 512
     usable: bool = True
     last_assigned: int = 0
+    total_blocks: int = 0
+    block_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,16 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What the router needs to know of a request. needs_decode is false when token 0 is all there is."""
+    """What the router needs to know of a request. needs_decode is false when the next token is all there is.
+
+    num_tokens: to be computed now; last_slots: token slots that the request fills if it goes on to its last token.
+    """
 
     num_tokens: int
     needs_decode: bool = True
     blocked_since: float | None = None
     not_before: float = 0.0
+    last_slots: int = 0
 
 
 def route(snapshot: Snapshot, want: Want, local_prefill_below: int = 0) -> Placement | None:
@@ -77,7 +85,7 @@ def route(snapshot: Snapshot, want: Want, local_prefill_below: int = 0) -> Place
         return None
     if not want.needs_decode:
         return Placement(prefill.worker_id if prefill else None, None)
-    decode = _pick_decode(snapshot.decode, want.num_tokens)
+    decode = _pick_decode(snapshot.decode, want)
     if decode is None:
         return None
     return Placement(prefill.worker_id if prefill else None, decode.worker_id, decode.address)
@@ -109,20 +117,29 @@ def next_to_place(
 def _pick_prefill(views: Sequence[PrefillView], num_tokens: int) -> PrefillView | None:
     having_room = [
         view
-        for view in views
+        for view in _large_enough(views, num_tokens)
         if view.usable
         and (view.ticketed_tokens == 0 or view.ticketed_tokens + num_tokens <= TICKET_BUDGETS * view.step_tokens)
     ]
     return min(having_room, key=lambda v: (v.queued_tokens, v.last_assigned, v.worker_id), default=None)
 
 
-def _pick_decode(views: Sequence[DecodeView], num_tokens: int) -> DecodeView | None:
-    """An empty worker always takes one: what it cannot hold at all was refused before the queue."""
+def _pick_decode(views: Sequence[DecodeView], want: Want) -> DecodeView | None:
+    """An empty worker always takes one: what none can hold at all was refused before the queue."""
     having_room = [
         view
-        for view in views
+        for view in _large_enough(views, want.last_slots)
         if view.usable
         and view.sequences < view.max_sequences
-        and (view.sequences == 0 or blocks_for(num_tokens + 1, view.block_size) <= view.free_blocks)
+        and (view.sequences == 0 or blocks_for(want.num_tokens + 1, view.block_size) <= view.free_blocks)
     ]
     return min(having_room, key=lambda v: (v.sequences, -v.free_blocks, v.last_assigned, v.worker_id), default=None)
+
+
+V = TypeVar("V", PrefillView, DecodeView)
+
+
+def _large_enough(views: Sequence[V], slots: int) -> Sequence[V]:
+    """Those whose empty pool would hold so many tokens, or all when none would: then a worker says why not."""
+    fitting = [v for v in views if v.total_blocks == 0 or blocks_for(slots, v.block_size) <= v.total_blocks]
+    return fitting or views

@@ -86,3 +86,15 @@ def test_a_request_that_waits_to_be_tried_again_is_skipped_and_blocks_nobody() -
     queue = [Want(5, not_before=11.0), Want(50)]
     assert next_to_place(queue, snapshot, 10.0) == (1, placed("p0", "d0"))
     assert next_to_place(queue, snapshot, 11.0) == (0, placed("p0", "d0"))
+
+
+def test_a_pool_that_could_never_hold_a_request_is_passed_over_while_there_is_a_larger_one() -> None:
+    small_p, large_p = PrefillView(WorkerId("p0"), total_blocks=4), PrefillView(WorkerId("p1"), 99, total_blocks=8)
+    small_d, large_d = (DecodeView(WorkerId(n), f"{n}:1", s, 8, t, t) for n, s, t in (("d0", 0, 4), ("d1", 3, 8)))
+    snapshot = Snapshot((small_p, large_p), (small_d, large_d))
+    assert route(snapshot, Want(64, last_slots=64)) == placed("p0", "d0")
+    assert route(snapshot, Want(64, last_slots=65)) == placed("p0", "d1")
+    assert route(snapshot, Want(65, last_slots=80)) == placed("p1", "d1")
+    assert route(Snapshot((small_p,), (small_d,)), Want(65, last_slots=80)) == placed("p0", "d0")
+    full = DecodeView(WorkerId("d1"), "d1:1", 8, 8, 8, 8)
+    assert route(Snapshot((small_p,), (small_d, full)), Want(20, last_slots=65)) is None
