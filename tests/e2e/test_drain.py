@@ -18,7 +18,9 @@ from support.golden import Case
 from support.processes import RoleProcess, role_process
 from support.streams import Neighbour, answer_of, case_of, neighbour, stream_of
 
+from coordinator.admission import NO_WORKER_GRACE_S
 from kvrelay.client import AsyncClient, AsyncStream, Client
+from kvrelay.errors import Unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -95,10 +97,10 @@ async def test_a_prefill_worker_told_to_go_with_20_hand_offs_under_way_loses_non
 ) -> None:
     """20 of 40: the other prefill worker has the other half. Each step of theirs takes a while, so they last."""
     cases = [case_of(60 + i, 10, seed=i) for i in range(40)]
-    slow = ("--step-tokens", "2048", "--step-seconds", "0.3")
+    slow = ("--step-tokens", "2048", "--step-seconds", "0.5")
     async with pools(tmp_path, transport, prefill=2, decode=1, slow=slow) as cluster:
         async with asked(cluster.target, cases):
-            await until_true(lambda: cluster.worker("p0")["transfers_in_flight"] >= 15, "hand-offs are under way")
+            await until_true(lambda: cluster.worker("p0")["transfers_in_flight"] >= 12, "hand-offs are under way")
             began = time.monotonic()
             assert await asyncio.to_thread(cluster.workers["p0"].terminate) == 0
             assert time.monotonic() - began < 4.0 + EXIT_MARGIN_S
@@ -147,8 +149,8 @@ async def steady_load(target: str, num: int, max_tokens: int) -> AsyncIterator[l
         yield [await stack.enter_async_context(neighbour(target, case)) for case in cases]
 
 
-async def drain_in_turn(cluster: Cluster, load: list[Neighbour]) -> None:
-    """Each worker of the cluster; during each drain requests are answered."""
+async def drain_in_turn(cluster: Cluster, load: list[Neighbour], gaps_s: list[float]) -> None:
+    """Each worker of the cluster; during each drain requests are answered. gaps_s: how long each was not there."""
     before = {w["id"]: w["incarnation"] for w in cluster.topology()}
     for worker, incarnation in before.items():
         answered = sum(n.answered for n in load)
@@ -157,6 +159,7 @@ async def drain_in_turn(cluster: Cluster, load: list[Neighbour]) -> None:
         told = json.loads(done.stdout)
         assert (told["worker"], told["incarnation"]) == (worker, incarnation)
         assert told["back"] not in (None, incarnation)
+        gaps_s.append(told["back_s"] - told["gone_s"])
         await until_true(lambda so_far=answered: sum(n.answered for n in load) > so_far, "requests are answered")
     after = {w["id"]: w["incarnation"] for w in cluster.topology()}
     assert after.keys() == before.keys()
@@ -167,21 +170,28 @@ async def test_draining_every_worker_of_2_and_2_in_turn_under_load_fails_no_requ
     log = tmp_path / "log"
     with running_cluster(log, *FLAGS, "--prefill", "2", "--decode", "2", "--transport", "nixl") as cluster:
         async with steady_load(cluster.target, 6, max_tokens=30) as load:
-            await drain_in_turn(cluster, load)
+            await drain_in_turn(cluster, load, [])
         cluster.until_nothing_is_held()
         assert cluster.stop() == 0
 
 
 async def test_draining_the_only_workers_in_turn_under_a_short_load_fails_no_request(tmp_path: Path) -> None:
+    """Provided that a worker is started within the time for which the coordinator waits for one."""
+    gaps_s: list[float] = []
     with running_cluster(tmp_path / "log", *FLAGS, "--transport", "nixl") as cluster:
-        async with steady_load(cluster.target, 2, max_tokens=8) as load:
-            await drain_in_turn(cluster, load)
+        try:
+            async with steady_load(cluster.target, 2, max_tokens=8) as load:
+                await drain_in_turn(cluster, load, gaps_s)
+        except (AssertionError, Unavailable):
+            if max(gaps_s, default=0.0) > NO_WORKER_GRACE_S - 0.5:
+                pytest.skip(f"this machine is too busy: a worker needed {max(gaps_s):.1f} s to start")
+            raise
         cluster.until_nothing_is_held()
 
 
 async def test_drain_says_what_is_left_and_names_the_workers_there_are_for_one_that_is_not(tmp_path: Path) -> None:
     with running_cluster(tmp_path / "log", *FLAGS, "--transport", "grpc", "--decode", "2") as cluster:
-        async with asked(cluster.target, [case_of(40, 100, seed=i) for i in range(4)]) as streams:
+        async with asked(cluster.target, [case_of(40, 400, seed=i) for i in range(4)]) as streams:
             await until_true(lambda: all(len(s.tokens) > 3 for s in streams), "all streams have begun")
             done = await asyncio.to_thread(drain, cluster.target, "decode-0", "--grace-s", "20")
         assert done.returncode == 0, done.stderr
