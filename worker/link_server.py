@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from kvrelay.blocks import KVLayout, require_same
-from kvrelay.errors import FailedPrecondition, InvalidArgument, LayoutMismatch
+from kvrelay.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LayoutMismatch
 from kvrelay.link import BlockData, LinkHello, LinkWelcome, ToDecode, ToPrefill
 from kvrelay.requests import Incarnation
 from kvrelay.session import PROTOCOL_VERSION
@@ -97,6 +97,8 @@ class LinkServer:
             hello = await within(HELLO_TIMEOUT_S, anext(messages))
         except StopAsyncIteration:
             raise InvalidArgument("the link ended before hello", field="link.hello") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:.0f} s", field="link.hello") from None
         if not isinstance(hello, LinkHello):
             raise InvalidArgument("a link begins with hello", field="link.hello")
         check_hello(hello, self._welcome, self._fingerprint, self._verify_kv)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import structlog
 
-from kvrelay.errors import FailedPrecondition, InvalidArgument
+from kvrelay.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from kvrelay.fault_points import fault_point
 from kvrelay.liveness import Liveness
 from kvrelay.requests import SessionId
@@ -171,6 +171,8 @@ class SessionHub:
             first = await within(WORKER_GIVES_UP_S, anext(commands))
         except StopAsyncIteration:
             raise InvalidArgument("the session ended before hello", field="command.hello") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {WORKER_GIVES_UP_S:.0f} s", field="command.hello") from None
         if not isinstance(first, Hello):
             raise InvalidArgument("a session begins with hello", field="command.hello")
         if first.protocol_version != PROTOCOL_VERSION:
