@@ -9,7 +9,7 @@ from support.history import Rules, Tally, judge, tally
 from support.members import Members, members
 from support.recorder import HashReference, History, Judge
 
-COMMON = ("--num-blocks", "128", "--step-tokens", "64", "--step-seconds", "0.008")
+COMMON = ("--num-blocks", "128", "--step-tokens", "64", "--step-seconds", "0.01")
 
 
 @pytest.fixture(scope="session")

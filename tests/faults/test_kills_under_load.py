@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("relay", ["nixl", "grpc"]
 async def test_streams_outlive_a_killed_worker(cluster: Members, victim: str, verdict: Judge) -> None:
     history = History()
     others = {name: pid for name, pid in cluster.pids().items() if name != victim}
-    async with load(cluster.target, mixed_cases(), 8, history):
+    async with load(cluster.target, mixed_cases(), 6, history):
         await under_way(history)
         fault = await asyncio.to_thread(kill, cluster.view, cluster.workers[victim].pid)
         history.faults.append(fault)

@@ -24,7 +24,7 @@ async def test_links_cut_in_the_middle_of_hand_offs_cost_no_stream(cluster: Memb
     history, rng = History(), random.Random(1)
     proxy = cluster.proxies["d0"]
     before = {w["id"]: w["incarnation"] for w in cluster.view.workers()}
-    async with load(cluster.target, [*LONG_PROMPTS, *mixed_cases()], 8, history):
+    async with load(cluster.target, [*LONG_PROMPTS, *mixed_cases()], 6, history):
         await under_way(history)
         for turn in range(8):
             prefill = cluster.workers[f"p{turn % 2}"].pid

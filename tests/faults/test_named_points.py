@@ -26,7 +26,7 @@ async def test_a_worker_that_dies_at_one_point_after_another_costs_no_stream(
 ) -> None:
     """Each life but the last has the order to die at the next point."""
     history = History()
-    async with load(cluster.target, mixed_cases(), 6, history):
+    async with load(cluster.target, mixed_cases(), 4, history):
         for point in POINTS[victim]:
             env = order(tmp_path, point, "kill", NTH)
             await asyncio.to_thread(cluster.revive, victim, env=env)

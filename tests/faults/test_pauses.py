@@ -19,7 +19,7 @@ async def test_a_pause_of_a_second_ends_nothing_and_moves_nothing(cluster: Membe
     before = {w["id"]: w["incarnation"] for w in cluster.view.workers()}
     pid = cluster.coordinators[0].pid if who == "coordinator" else cluster.workers[who].pid
     felt = no_answer_of(cluster.target) if who == "coordinator" else silence_of(cluster.view, pid, 0.5)
-    async with load(cluster.target, mixed_cases(), 6, history):
+    async with load(cluster.target, mixed_cases(), 4, history):
         await under_way(history)
         history.faults.append(await asyncio.to_thread(pause, pid, 1.0, felt))
         await goes_on(history)
@@ -35,7 +35,7 @@ async def test_a_decode_worker_that_stands_still_for_five_seconds_costs_no_strea
 ) -> None:
     history = History()
     pid = cluster.workers["d0"].pid
-    async with load(cluster.target, mixed_cases(), 6, history):
+    async with load(cluster.target, mixed_cases(), 4, history):
         await under_way(history)
         felt = silence_of(cluster.view, pid, 2.0)
         history.faults.append(await asyncio.to_thread(pause, pid, 5.0, felt))
