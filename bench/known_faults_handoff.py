@@ -205,24 +205,6 @@ _MEMORY_AT_PREFILL = (
         "LINK_LOST_EXIT_S = 0.8",
         "LINK_LOST_EXIT_S = 20.0",
     ),
-    one_edit(
-        "pushed-again-after-preemption",
-        "a preempted prompt pushes its first blocks again when it is computed anew",
-        PREFILL,
-        """        if end <= attempt.num_pushed:
-            return
-        fault_point("prefill.part")
-        positions = tuple(range(attempt.num_pushed, end))
-        sources = rows.table.block_ids[attempt.num_pushed : end]
-""",
-        """        begin = min(attempt.num_pushed, rows.start // self._p.layout.block_size)
-        if end <= begin:
-            return
-        fault_point("prefill.part")
-        positions = tuple(range(begin, end))
-        sources = rows.table.block_ids[begin:end]
-""",
-    ),
     Fault(
         "new-incarnation-taken-for-old",
         "a decode worker that was started again on the same address is taken for the one before",
