@@ -47,7 +47,7 @@ UNIT_TESTS = {
     "worker": ("tests/worker",),
     "engine": ("tests/engine/test_scheduler.py", "tests/engine/test_block_pool.py", "tests/worker"),
     "coordinator": ("tests/coordinator",),
-    "kvrelay": ("tests/kvrelay/test_liveness.py", *HANDOFF),
+    "kvrelay": ("tests/kvrelay/test_liveness.py", "tests/kvrelay/test_report.py", *HANDOFF),
 }
 """The fast tests that a change of a package concerns, the fastest first; the control runs all of them."""
 LEFT_OUT = (
