@@ -51,7 +51,7 @@ UNIT_TESTS = {
 }
 """The fast tests that a change of a package concerns, the fastest first; the control runs all of them."""
 LEFT_OUT = (
-    *("test_service.py", "test_process.py"),
+    *("test_service*.py", "test_process.py"),
     *("test_stops.py", "test_text.py", "test_validate.py"),
 )
 """Not among the fast ones, or not concerned: sockets, processes, waiting in real time; text and validation."""
