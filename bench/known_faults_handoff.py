@@ -47,7 +47,7 @@ _MEMORY_AT_DECODE = (
         "link-lost-frees-at-once",
         "a link closed by the writer's kernel frees its blocks with no second for what is on the wire",
         "kvtransfer/receiver_ticket.py",
-        "PEER_GONE_S = 1.0",
+        "PEER_GONE_S = 3.0",
         "PEER_GONE_S = 0.0",
     ),
     one_edit(

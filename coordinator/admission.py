@@ -44,9 +44,16 @@ class Admission:
         for role in (Role.PREFILL, Role.DECODE) if needs_decode else (Role.PREFILL,):
             if self.hopeless(role, now):
                 raise Unavailable(f"no {role} worker has a session here", retry_after_s=RETRY_AFTER_S)
+        full = self.full(num_open, num_queued)
+        if full is not None:
+            raise full
+
+    def full(self, num_open: int, num_queued: int) -> ResourceExhausted | None:
+        """What keeps out any request, whatever it wants: too many streams, a full queue. None: there is room."""
         if num_open >= self._open_limit:
             message = f"{self._open_limit} requests are open; that is the limit"
-            raise ResourceExhausted(message, retry_after_s=RETRY_AFTER_S)
-        if num_queued >= self._queue_limit:
+        elif num_queued >= self._queue_limit:
             message = f"{self._queue_limit} requests wait already; that is the limit"
-            raise ResourceExhausted(message, retry_after_s=RETRY_AFTER_S)
+        else:
+            return None
+        return ResourceExhausted(message, retry_after_s=RETRY_AFTER_S)

@@ -67,6 +67,13 @@ class Dispatcher:
         self._look(now)
         self._admission.check(needs_decode, len(self._open), len(self._queue), now)
 
+    def refusal(self) -> ResourceExhausted | None:
+        """The door of Generate: under overload nearly every call ends here, so nothing else is done for it."""
+        full = self._admission.full(len(self._open), len(self._queue))
+        if full is not None:
+            self.counters["refused"] += 1
+        return full
+
     def submit(self, facts: RequestFacts, text: OutputText, times: Times) -> Live:
         """Takes the request in. The caller reads its stream and calls `leave` once, whatever happens."""
         now = time.monotonic()

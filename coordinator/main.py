@@ -29,7 +29,7 @@ from coordinator.text import Tokenizing
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import KVRelayError, Unavailable
 from kvrelay.requests import Role
-from kvrelay.rpc.interceptors import TracingInterceptor
+from kvrelay.rpc.interceptors import GENERATE, TracingInterceptor
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
 from kvrelay.telemetry import logging, names, tracing
@@ -94,6 +94,7 @@ class Coordinator:
         self.server = RpcServer(
             max_receive_bytes=config.max_request_bytes + MESSAGE_MARGIN, interceptors=[TracingInterceptor(provider)]
         )
+        self.server.edge.doors[GENERATE] = self.dispatcher.refusal
         inference = InferenceService(
             model, self._tokenizing, self.dispatcher, self.roster, provider.get_tracer(names.TRACER)
         )

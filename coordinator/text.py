@@ -113,13 +113,29 @@ class Tokenizing:
         if self._waiting >= MAX_WAITING:
             raise ResourceExhausted(f"{MAX_WAITING} long texts wait to be tokenized", retry_after_s=1.0)
         self._waiting += 1
+        job: list[object] = [work, *arguments]
+        ended = asyncio.get_running_loop().run_in_executor(self._thread, _run, job)
+        ended.add_done_callback(self._one_less)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+            # A job that were cancelled would stay in the thread's queue, with its text, and no longer be counted.
+            result: T = await asyncio.shield(ended)
+            return result
         finally:
-            self._waiting -= 1
+            job.clear()
+
+    def _one_less(self, _: object) -> None:
+        self._waiting -= 1
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(job: list[Any]) -> Any:
+    """The call that a job holds; nothing if its caller has gone and taken it back."""
+    if job:
+        work, *arguments = job
+        return work(*arguments)
+    return None
 
 
 def _load(path: Path) -> Tokenizer:

@@ -4,7 +4,7 @@
         |                     | abort, lease end, writer lost, bad manifest
         | abort               v
         |                QUARANTINED                               (skipped if the transport refuses late frames)
-        v                     | fenced, or the writer's kernel closed its link 1 s ago, or forced
+        v                     | fenced, or the writer's kernel closed its link 3 s ago, or forced
       ENDED <-----------------+                                    (the blocks are free)
 
 The receiver cannot refuse a one-sided write, so it protects memory by when it reuses it: the end of a lease frees

@@ -11,7 +11,7 @@ from kvrelay.link import LEASE_S, BlockData, OpenTicket
 from kvrelay.requests import Incarnation, SequenceKey
 from kvtransfer.manifest import Manifest
 
-PEER_GONE_S = 1.0
+PEER_GONE_S = 3.0
 """Blocks come back this long after the writer's kernel closed its link: what it had on the wire has landed by then."""
 FORCED_S = 30.0
 """A lost host that never closes its link is taken for dead this long after its last lease ended."""

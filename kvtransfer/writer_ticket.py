@@ -17,7 +17,8 @@ LINK_LOST_HOLD_S = 1.0
 """After the link was lost a failed write's sources stay pinned this long: a new link would prove the peer alive."""
 LINK_LOST_EXIT_S = 0.8
 """A write still running this long after the link was lost ends the process: a live peer takes the closed link for our
-death and reuses the blocks after receiver_ticket.PEER_GONE_S (1 s), so this must stay below it."""
+death and reuses the blocks after receiver_ticket.PEER_GONE_S (3 s). The time
+between is for a turn of our engine that lasts long, since we notice only between turns, and for what is on the wire."""
 STUCK_WRITE_S = 30.0
 """A write that has not ended this long after its ticket began to close never will: only a new process helps."""
 

@@ -20,7 +20,7 @@ from worker.events import DrainAsked
 if TYPE_CHECKING:
     from sim.cluster import SimCluster
 
-MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain")
+MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain", "cut")
 POINT_CHANCE = 0.004
 
 
@@ -46,6 +46,7 @@ class FaultPlan:
             fabric.faults.late_notice = 0.2
             fabric.faults.slow = self.world.rng.choice((0.01, 0.05, 0.2))
             fabric.faults.refuse_post = 0.02
+        self.world.slow_step_chance = 0.04 if "slow_step" in kinds else 0.002
         if "flip" in kinds and self.scenario.workers[0].verify_kv:
             fabric.faults.flip = 0.02
         fault_points.install(self._point if "point" in kinds else None)
@@ -107,6 +108,17 @@ class FaultPlan:
         coordinator = rng.choice(list(self.cluster.coordinators.values()))
         with contextlib.suppress(NotFound):
             coordinator.roster.drain(WorkerId(worker.shape.name), Drain(grace_s))
+
+    def _cut(self) -> None:
+        """The link of a write that is under way, if there is one, else any connection between processes."""
+        rng, net = self.world.rng, self.cluster.net
+        pairs = self.cluster.fabric.pairs_writing()
+        links = [e for e in net.ends if e.kind == "link" and (e.node, e.peer.node) in pairs]
+        ends = links or [e for e in net.ends if e.kind in ("session", "link")]
+        if ends:
+            end = rng.choice(ends)
+            if self._may_cut(end):
+                net.cut(end)
 
     def _vanish(self) -> None:
         worker = self._worker()

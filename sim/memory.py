@@ -210,9 +210,9 @@ class Fabric:
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
-    @property
-    def num_flights(self) -> int:
-        return len(self._flights)
+    def pairs_writing(self) -> list[tuple[Node, Node]]:
+        """(writer, target) of the writes under way."""
+        return [(flight.writer.node, self._members[flight.part.peer].node) for flight in self._flights]
 
 
 def _tell(member: Member, event: TransportEvent) -> None:

@@ -18,6 +18,7 @@ KINDS = (
     "cut",
     "clog",
     "slow",
+    "slow_step",
     "vanish",
     "write",
     "flip",

@@ -43,6 +43,8 @@ from worker.registration import Registration
 from worker.session_hub import SessionHub
 
 BLOCK_SIZE = 16
+SLOWEST_STEP_S = 1.8
+"""Turns of 1.6 s were seen on a machine with more to do than cores."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,8 @@ class WorkerNode:
             if plan is not None:
                 self.computing = True
                 seconds = self.shape.step_s * rng.uniform(0.5, 1.5) * (1 + plan.num_tokens / 64)
-                await asyncio.sleep(seconds if rng.random() < 0.99 else seconds + rng.uniform(0.1, 0.9))
+                slow = rng.random() < self.world.slow_step_chance
+                await asyncio.sleep(seconds + rng.uniform(0.2, SLOWEST_STEP_S) if slow else seconds)
                 result = self.executor.run(plan)
                 self._turn.finish(plan, result)
                 self.computing = False

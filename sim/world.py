@@ -81,6 +81,7 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.steps = 0
+        self.slow_step_chance = 0.002
         self.nodes: list[Node] = []
         self.graveyard: list[Node] = []
         self.recent: deque[str] = deque(maxlen=400)

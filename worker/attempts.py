@@ -11,6 +11,8 @@ from kvrelay.requests import RequestId, SequenceKey, SessionId
 from kvrelay.session import Work
 
 MAX_TOMBSTONES = 4096
+SPARE_DEADLINES = 1024
+"""Deadlines of ended attempts that may be kept, beside as many as there are live ones."""
 
 
 class HasWork(Protocol):
@@ -54,6 +56,13 @@ class Attempts(Generic[A]):
         if attempt.work.deadline_s is not None:
             self._num_deadlines += 1
             heapq.heappush(self._deadlines, (now + attempt.work.deadline_s, self._num_deadlines, key))
+            if len(self._deadlines) > 2 * len(self._live) + SPARE_DEADLINES:
+                self._forget_deadlines()
+
+    def _forget_deadlines(self) -> None:
+        """Those of attempts that have ended: an hour's deadline would else outlive its request by an hour."""
+        self._deadlines = [entry for entry in self._deadlines if entry[2] in self._live]
+        heapq.heapify(self._deadlines)
 
     def remove(self, key: SequenceKey) -> A | None:
         return self._live.pop(key, None)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
+from kvrelay.errors import FailedPrecondition, Internal, KVRelayError, Unavailable
 from kvrelay.link import LinkHello, LinkWelcome, ToDecode, ToPrefill
 from kvrelay.requests import Incarnation
 from worker.events import Event, FromDecode, LinkClosed, LinkOpened, OpenLink
@@ -26,6 +26,9 @@ log = structlog.get_logger("worker.link")
 WELCOME_TIMEOUT_S = 5.0
 MAX_QUEUED = 64
 """Messages on their way to one decode worker; bulk senders wait for room, control messages go past the bound."""
+MAX_UNREAD = 65_536
+"""Control messages that may wait all the same: one more, and a decode worker that reads nothing was not ended in time.
+The link may not be closed for it (that would say that this process is dead), so the process ends."""
 
 
 class LinkCall(Protocol):
@@ -48,6 +51,9 @@ class _Link:
         self.task: asyncio.Task[None] | None = None
 
     def put(self, message: ToDecode) -> None:
+        """Internal, which ends the process, when the peer reads nothing."""
+        if self.queue.qsize() >= MAX_UNREAD:
+            raise Internal(f"{MAX_UNREAD} messages wait for one decode worker")
         self.queue.put_nowait(message)
         if self.queue.qsize() >= MAX_QUEUED:
             self.room.clear()

@@ -68,6 +68,7 @@ class _Session:
     def put(self, report: Report) -> None:
         self.pending.append(report)
         self.num_items += len(report.tokens) + len(report.ended) + len(report.reserved) + len(report.refused)
+        self.num_items += len(report.landed) + len(report.pushed) + len(report.records)
         if self.num_items > UNREAD_LIMIT_ITEMS:
             self.end("the coordinator does not read its reports")
         self.something.set()

@@ -41,7 +41,7 @@ def test_an_order_is_carried_out_at_the_nth_passage_and_leaves_proof(tmp_path: P
 
 
 def test_kill_ends_the_process_at_once(tmp_path: Path) -> None:
-    code = "from kvrelay import fault_points as f; import os; f.obey(os.environ); f.fault_point('decode.step'); print('on')"
+    code = "import os; from kvrelay.fault_points import *; obey(os.environ); fault_point('decode.step'); print(1)"
     env = {"KVRELAY_FAULT_POINT": "decode.step:kill", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (-9, b"")
@@ -57,4 +57,4 @@ def test_every_name_is_a_place_in_the_code() -> None:
     packages = ("kvrelay", "coordinator", "worker", "prefill_svc", "decode_svc", "kvtransfer")
     sources = (path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
     used = {name for source in sources for name in re.findall(r'fault_point\("([a-z.0-9]+)"\)', source)}
-    assert used - {"decode.landed"} == fault_points.NAMES - {"decode.landed"}
+    assert used == fault_points.NAMES
