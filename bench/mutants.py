@@ -52,7 +52,7 @@ UNIT_TESTS = {
 """The fast tests that a change of a package concerns, the fastest first; the control runs all of them."""
 LEFT_OUT = (
     *("test_service*.py", "test_process.py"),
-    *("test_stops.py", "test_text.py", "test_validate.py"),
+    *("test_queue_deadlines.py", "test_stops.py", "test_text.py", "test_validate.py"),
 )
 """Not among the fast ones, or not concerned: sockets, processes, waiting in real time; text and validation."""
 FIRST_SEEDS, MORE_SEEDS = 5, 10
