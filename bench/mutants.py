@@ -57,6 +57,7 @@ LEFT_OUT = (
 """Not among the fast ones, or not concerned: sockets, processes, waiting in real time; text and validation."""
 FIRST_SEEDS, MORE_SEEDS = 5, 10
 """Seeds of the first and of each further run: most faults are found at once, and a run costs a second to start."""
+ROW_CHARS = 150
 CPU_S, NO_END_S = 120, 1800.0
 """Processor time and time that a run may take. One that needs more hangs, which is one way of being found."""
 MEMORY_BYTES = 16 << 30
@@ -272,7 +273,7 @@ def _chosen(names: Sequence[str]) -> list[Fault] | None:
 
 def _row(v: Verdict) -> str:
     seeds = f"{v.num_seeds} seed" + ("s" if v.num_seeds > 1 else "")
-    sim = f"seed {v.seed}, after {seeds}: {v.sim}" if v.seed is not None else v.sim or f"nothing in {seeds}"
+    sim = f"seed {v.seed}, after {seeds}: {v.sim[:ROW_CHARS]}" if v.seed is not None else v.sim or f"nothing in {seeds}"
     lines = (f"{v.name}: {v.what}", f"    simulator  {sim} ({v.sim_s:.0f} s)")
     return "\n".join((*lines, f"    unit tests {v.unit or 'green'} ({v.unit_s:.0f} s)"))
 
