@@ -20,6 +20,7 @@ from engine.events import Finished, Preempted, Sampled
 from engine.plan import Plan, Result
 from kvrelay.blocks import BlockTable, Ticket, blocks_for
 from kvrelay.fault_points import fault_point
+from kvrelay.liveness import SteadyClock
 from kvrelay.requests import SequenceKey
 from kvrelay.session import (
     Landed,
@@ -54,20 +55,22 @@ class DecodeCore:
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
         self._epoch = 0
+        self._steady = SteadyClock()
+        """For the table: how long a writer is given to end proves nothing if it was our clock that leapt."""
 
     # events
 
     def handle(self, event: Event, now: float) -> None:
-        table = self._p.table
+        table, seen = self._p.table, self._steady.at(now)
         if isinstance(event, FromPrefill):
-            self._carry_out(table.received(event.writer, event.message, now), now)
+            self._carry_out(table.received(event.writer, event.message, seen), now)
         elif isinstance(event, TransportHappened):
             if isinstance(event.event, NotificationArrived):
-                self._carry_out(table.notification(event.event.peer, event.event.payload, now), now)
+                self._carry_out(table.notification(event.event.peer, event.event.payload, seen), now)
         elif isinstance(event, LinkOpened):
-            self._carry_out(table.link_opened(event.peer, now), now)
+            self._carry_out(table.link_opened(event.peer, seen), now)
         elif isinstance(event, LinkClosed):
-            self._carry_out(table.link_closed(event.peer, event.by_kernel, now), now)
+            self._carry_out(table.link_closed(event.peer, event.by_kernel, seen), now)
         elif isinstance(event, CommandReceived) and isinstance(event.command, Reserve):
             self._reserve(event, event.command, now)
         elif isinstance(event, CommandReceived) and isinstance(event.command, Start):
@@ -128,7 +131,9 @@ class DecodeCore:
         assert block_ids is not None, "a granted reserve found no blocks"
         table = BlockTable(self._p.layout.layer_group, self._p.layout.block_size, block_ids, attempt.num_tokens + 1)
         attempt.ticket = Ticket(self._p.incarnation, self._epoch, table)
-        self._carry_out(self._p.table.reserve(attempt.ticket, attempt.num_tokens, attempt.key, now), now)
+        self._carry_out(
+            self._p.table.reserve(attempt.ticket, attempt.num_tokens, attempt.key, self._steady.at(now)), now
+        )
         self._desk.tell(attempt.key, Reserved(attempt.work.request_id, attempt.work.attempt, attempt.ticket))
         fault_point("decode.reserved")
 
@@ -212,20 +217,21 @@ class DecodeCore:
         if attempt.ticket is None:
             self._waiting.remove(attempt)
         elif not attempt.landed:
-            self._carry_out(self._p.table.abort(attempt.ticket.epoch, now), now)
+            self._carry_out(self._p.table.abort(attempt.ticket.epoch, self._steady.at(now)), now)
         elif attempt.running:
             self._p.scheduler.abort(attempt.key)
         else:
             self._p.pool.release(attempt.block_ids)
 
     def actions(self, now: float) -> list[Action]:
-        self._carry_out(self._p.table.tick(now), now)
+        self._carry_out(self._p.table.tick(self._steady.at(now)), now)
         self._desk.expire(now)
         self._grant(now)
         return self._desk.take_actions(self.load(now), now)
 
     def next_wake(self) -> float | None:
-        timers = (self._p.table.next_deadline(), self._desk.next_due())
+        due = self._p.table.next_deadline()
+        timers = (None if due is None else self._steady.when(due), self._desk.next_due())
         return min((t for t in timers if t is not None), default=None)
 
     def load(self, now: float) -> Load:

@@ -1,4 +1,4 @@
-"""When is a silent peer gone? Pure: silence counts only while one's own timer was on time."""
+"""When is a silent peer gone, and how long is long enough? Pure: time counts only while one's own timer was on time."""
 
 from __future__ import annotations
 
@@ -31,3 +31,33 @@ class Liveness:
         late = now - self.checked_at - interval_s > MAX_LAG_S
         heard_at = now if late else self.heard_at
         return replace(self, heard_at=heard_at, checked_at=now), now - heard_at >= self.gives_up_s
+
+
+MAX_UNSEEN_S = 1.0
+"""So much of the time between two looks counts at most: the rest was our own pause, or a leap of the clock."""
+
+
+class SteadyClock:
+    """Time that passed while we looked, for waits that prove something about others by their length.
+
+    Looked at once a second or more often it runs like `now`; a leap of `now` by a minute is a second to it.
+    """
+
+    __slots__ = ("_last", "_steady")
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._steady = 0.0
+
+    def at(self, now: float) -> float:
+        """The time by this clock, on the scale of the first `now`."""
+        if self._last is None:
+            self._steady = now
+        else:
+            self._steady += min(max(0.0, now - self._last), MAX_UNSEEN_S)
+        self._last = now
+        return self._steady
+
+    def when(self, steady: float) -> float:
+        """The earliest `now` at which this clock can show `steady`."""
+        return steady + (0.0 if self._last is None else self._last - self._steady)

@@ -20,11 +20,12 @@ from sim.world import Node, Violation, World
 
 @dataclass
 class History:
-    """What one client saw. leave_at: tokens after which it leaves, None to stay."""
+    """What one client saw. leave_at, leave_after_s: tokens or time after which it leaves, None to stay."""
 
     ask: Ask
     answer: Answer
     leave_at: int | None = None
+    leave_after_s: float | None = None
     read_pause_s: float = 0.0
     started_at: float = 0.0
     ended_at: float | None = None
@@ -74,7 +75,10 @@ class Clients:
             end = await self.net.connect(self.node, address, "generate")
             try:
                 await end.write(history.ask)
-                await self._read(history, end)
+                async with asyncio.timeout(history.leave_after_s):
+                    await self._read(history, end)
+            except TimeoutError:
+                history.left = True
             finally:
                 end.close()
         except KVRelayError as error:

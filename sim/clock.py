@@ -31,6 +31,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._clock = clock
         self._selector = _NoSelector()
+        self._clock_resolution = 0.0  # a timer that fires a moment early would find that its time has not come
         self.failures: list[dict[str, Any]] = []
         self.set_exception_handler(lambda _, context: self.failures.append(context))
 

@@ -13,10 +13,10 @@ from sim.checks import check_coordinator, check_worker, holds_nothing
 from sim.clients import Clients, History
 from sim.coordinator_node import CoordinatorNode
 from sim.faults import FaultPlan
-from sim.memory import Fabric
+from sim.memory import Fabric, OneSided
 from sim.network import Network
 from sim.reference import OneProcess
-from sim.scenario import Scenario, asks_of, scenario_of
+from sim.scenario import HARMLESS, Scenario, asks_of, scenario_of
 from sim.watch import Watch
 from sim.worker_node import WorkerNode, WorkerShape
 from sim.world import Node, Violation, World, dropping_what_is_left
@@ -73,7 +73,10 @@ class SimCluster:
             for ask in asks_of(self.scenario):
                 history = History(ask, one.answer(ask))
                 if "leave" in self.scenario.faults and rng.random() < 0.3:
-                    history.leave_at = rng.randint(1, max(1, len(history.answer.token_ids)))
+                    if rng.random() < 0.5:
+                        history.leave_at = rng.randint(1, max(1, len(history.answer.token_ids)))
+                    else:
+                        history.leave_after_s = rng.uniform(0.0, 0.5)
                 if "slow_reader" in self.scenario.faults and rng.random() < 0.2:
                     history.read_pause_s = rng.choice((0.05, 0.5))
                 at = LOAD_STARTS_S + rng.uniform(0.0, self.scenario.arrive_within_s)
@@ -91,6 +94,7 @@ class SimCluster:
             and not self._pending_starts
             and all(c.node.alive for c in self.coordinators.values())
             and all(w.node.alive and not holds_nothing(w) for w in self.workers.values())
+            and not self._dead_peers()
         )
 
     # lives
@@ -166,6 +170,8 @@ class SimCluster:
         held = [line for w in self.workers.values() if w.node.alive and (line := holds_nothing(w))]
         if held:
             raise Violation(f"not given back within {SETTLE_S} s: {held}")
+        if dead := self._dead_peers():
+            raise Violation(f"memory of dead peers is kept: {dead}")
         if not self.quiet:
             raise Violation(f"not quiet: pending starts {self._pending_starts}")
         for worker in self.workers.values():
@@ -174,10 +180,24 @@ class SimCluster:
             self.counters.update({k: v for k, v in coordinator.dispatcher.counters.items() if "." not in k})
             if coordinator.dispatcher.counters["bugs"]:
                 raise Violation("a request failed through a bug; see the coordinator's log")
-        if not self.plan.happened and not self.scenario.faults:
-            wrong = [h.ask.name for h in self.clients.histories if h.outcome != "exact"]
-            if wrong:
-                raise Violation(f"nothing went wrong, and {wrong} are not exact")
+        self._judge_counters()
+
+    def _judge_counters(self) -> None:
+        counters, faults = self.counters, self.scenario.faults
+        for name in ("bad_manifest", "bad_frame", "unexpected_message", "unexpected_write_end"):
+            if counters[name]:
+                raise Violation(f"{name} is {counters[name]}, and nobody sends such a thing")
+        if counters["forced"] and not self.plan.happened["vanish"]:
+            raise Violation(f"{counters['forced']} tickets were forced, and no host vanished")
+        if not faults - set(HARMLESS):
+            wrong = [h.ask.name for h in self.clients.histories if h.outcome not in ("exact", "ResourceExhausted")]
+            if wrong or counters["migrated"]:
+                raise Violation(f"only {set(faults)}: {wrong} are not exact, {counters['migrated']} moves")
+
+    def _dead_peers(self) -> list[str]:
+        living = {w.incarnation for w in self.workers.values() if w.node.alive}
+        transports = [w.transport for w in self.workers.values() if w.node.alive]
+        return [p for t in transports if isinstance(t, OneSided) for p in t.peers if p not in living]
 
     def _take_counters(self, worker: WorkerNode) -> None:
         self.counters.update(dict(worker.core.load(worker.node.clock()).counters))

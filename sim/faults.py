@@ -20,7 +20,7 @@ from worker.events import DrainAsked
 if TYPE_CHECKING:
     from sim.cluster import SimCluster
 
-MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain", "cut")
+MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain", "cut", "stall", "nap")
 POINT_CHANCE = 0.004
 
 
@@ -33,15 +33,17 @@ class FaultPlan:
         self.scenario = cluster.scenario
         self.happened: Counter[str] = Counter()
         self.active = False
+        self._resting: set[Node] = set()
 
     def start(self) -> None:
         kinds, net, fabric = self.scenario.faults, self.cluster.net, self.cluster.fabric
         self.active = True
+        net.window = self.scenario.window
         net.may_cut = self._may_cut
         net.cut_chance = {"session": 0.002, "link": 0.02, "announce": 0.02} if "cut" in kinds else {}
         net.slow_chance = 0.02 if "slow" in kinds else 0.0
         if "write" in kinds:
-            fabric.faults.fail = 0.04
+            fabric.faults.fail = self.world.rng.choice((0.02, 0.2))
             fabric.faults.duplicate = 0.2
             fabric.faults.late_notice = 0.2
             fabric.faults.slow = self.world.rng.choice((0.01, 0.05, 0.2))
@@ -82,7 +84,8 @@ class FaultPlan:
     # the kinds
 
     def _crash(self) -> None:
-        worker = self._worker()
+        writing = [node for pair in self.cluster.fabric.pairs_writing() for node in pair if node.alive]
+        worker = self.world.rng.choice(writing) if writing and self.world.rng.random() < 0.5 else self._worker()
         if worker is not None:
             self.happened["crash"] += 1
             worker.crash("killed")
@@ -128,17 +131,28 @@ class FaultPlan:
 
     def _pause(self) -> None:
         """Short stalls, long ones, and silence that a supervisor ends."""
-        node = self._any_node()
-        if node is None or node.paused:
-            return
         rng = self.world.rng
         seconds = rng.choice((rng.uniform(0.05, 0.9), rng.uniform(0.05, 0.9), rng.uniform(1.0, 4.0), 20.0))
-        self.happened["pause"] += 1
+        self._stand_still("pause", self._any_node(), seconds)
+
+    def _stall(self) -> None:
+        self._stand_still("stall", self._any_node(), self.world.rng.uniform(0.05, 1.0))
+
+    def _nap(self) -> None:
+        alive = [c.node for c in self.cluster.coordinators.values() if c.node.alive]
+        if alive:
+            self._stand_still("nap", self.world.rng.choice(alive), self.world.rng.uniform(1.0, 8.0))
+
+    def _stand_still(self, kind: str, node: Node | None, seconds: float) -> None:
+        if node is None or node.paused or node in self._resting:
+            return
+        self.happened[kind] += 1
         self.world.trace(node.name, f"stands still for {seconds:.2f} s")
         node.paused = True
 
         def go_on() -> None:
             node.paused = False
+            self._rest(node, 2.0)
 
         self.world.after(seconds, go_on)
         self.cluster.watch.disturb(node.name, seconds)
@@ -147,12 +161,18 @@ class FaultPlan:
 
     def _jump(self) -> None:
         node = self._any_node()
-        if node is not None:
+        if node is not None and node not in self._resting:
             self.happened["jump"] += 1
+            self._rest(node, 6.0)
             seconds = self.world.rng.uniform(0.1, 5.0)
             self.world.trace(node.name, f"its clock jumps by {seconds:.2f} s")
             node.jump(seconds)
             self.cluster.watch.disturb(node.name)
+
+    def _rest(self, node: Node, seconds: float) -> None:
+        """Not again so soon: two stalls or leaps in a row would be a longer one."""
+        self._resting.add(node)
+        self.world.after(seconds, lambda: self._resting.discard(node))
 
     def _clog(self) -> None:
         nodes = [node for node in self.world.nodes if node is not self.cluster.clients.node]

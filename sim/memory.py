@@ -44,6 +44,8 @@ class Member:
     pool: LedgerPool | None = None
     expected: Callable[[int], set[int]] = lambda _: set()
     """Blocks that a ticket's writer must fill."""
+    is_open: Callable[[int], bool] = lambda _: True
+    """Whether a ticket may be written to."""
     writable: dict[int, int] = field(default_factory=dict)
     """Block -> how many writes to it have not ended."""
     complete: dict[int, set[int]] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Fabric:
         self.counts: dict[str, int] = {}
         self._members: dict[Incarnation, Member] = {}
         self._flights: list[_Flight] = []
+        self._posted: set[tuple[Incarnation, Incarnation, int, int]] = set()
 
     def join(self, member: Member) -> None:
         self._members[member.incarnation] = member
@@ -105,6 +108,7 @@ class Fabric:
             self._count("refused_post")
             raise FailedPrecondition(f"{part.peer} is not known")
         target = self._members[part.peer]
+        self._check_post(writer, target, part)
         flight = _Flight(writer, part, len(part.dest_ids))
         self._flights.append(flight)
         for dest in part.dest_ids:
@@ -112,13 +116,22 @@ class Fabric:
         fails = rng.random() < self.faults.fail
         at = 0.0
         for i in range(len(part.dest_ids)):
-            at += rng.uniform(0.5, 3.0) if rng.random() < self.faults.slow else rng.uniform(0.0001, 0.003)
+            at += rng.uniform(0.5, 6.0) if rng.random() < self.faults.slow else rng.uniform(0.0001, 0.003)
             half = at + rng.uniform(0.0001, 0.002)
             self.world.after(at, lambda i=i: self._land(flight, i, 0))  # type: ignore[misc]
             self.world.after(half, lambda i=i: self._land(flight, i, 1))  # type: ignore[misc]
         if fails:
             self._count("failed_write")
             self.world.after(rng.uniform(0.0, at), lambda: self._fail(flight))
+
+    def _check_post(self, writer: Member, target: Member, part: Part) -> None:
+        if target.node.alive and not target.is_open(part.epoch):
+            raise Violation(f"{writer.incarnation} begins to write to ticket {part.epoch}, which is not open")
+        for position in part.positions:
+            name = (writer.incarnation, part.peer, part.epoch, position)
+            if name in self._posted:
+                raise Violation(f"{writer.incarnation} posts position {position} of ticket {part.epoch} twice")
+            self._posted.add(name)
 
     def _land(self, flight: _Flight, i: int, half: int) -> None:
         """Half a block arrives, whatever the block is used for by now."""
@@ -165,7 +178,8 @@ class Fabric:
         if target.node.alive:
             notice = NotificationArrived(writer.incarnation, part.manifest)
             for n in range(2 if rng.random() < self.faults.duplicate else 1):
-                late = rng.uniform(0.05, 1.5) if n or rng.random() < self.faults.late_notice else 0.0
+                late = rng.choice((rng.uniform(0.0001, 0.01), rng.uniform(0.05, 1.5))) if n else 0.0
+                late += rng.uniform(0.05, 1.5) if rng.random() < self.faults.late_notice else 0.0
                 delay = rng.uniform(0.0001, 0.003) + late
                 self._count("duplicate_notice" if n else "notice")
                 self.world.after(delay, lambda: _tell(target, notice))
@@ -228,7 +242,7 @@ class OneSided:
 
     def __init__(self, fabric: Fabric, member: Member) -> None:
         self._fabric, self._member = fabric, member
-        self._peers: set[Incarnation] = set()
+        self.peers: set[Incarnation] = set()
         fabric.join(member)
 
     def metadata(self) -> bytes:
@@ -239,12 +253,12 @@ class OneSided:
         return PoolDescriptor(store.base, store.block_bytes, store.num_blocks)
 
     def add_peer(self, incarnation: Incarnation) -> None:
-        self._peers.add(incarnation)
+        self.peers.add(incarnation)
 
     def drop_peer(self, incarnation: Incarnation) -> None:
-        self._peers.discard(incarnation)
+        self.peers.discard(incarnation)
 
     def post(self, part: Part) -> None:
-        if part.peer not in self._peers:
+        if part.peer not in self.peers:
             raise FailedPrecondition(f"{part.peer} was not added")
         self._fabric.post(self._member, part)

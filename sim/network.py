@@ -16,7 +16,7 @@ from kvrelay.errors import KVRelayError, Unavailable
 from sim.world import Node, World
 
 WINDOW = 256
-"""Messages under way and unread in one direction before its writer waits."""
+"""Messages under way and unread in one direction before its writer waits, unless the seed says otherwise."""
 KERNEL_GIVES_UP_S = 40.0
 """A connection to a host that vanished is reset after so long."""
 DIAL_TIMEOUT_S = 5.0
@@ -53,7 +53,7 @@ class End:
         self.on_broken: Callable[[], None] | None = None
 
     async def write(self, message: Any) -> None:
-        while not self.broken and not self.closed and len(self.out) + len(self.peer.inbox) >= WINDOW:
+        while not self.broken and not self.closed and len(self.out) + len(self.peer.inbox) >= self.net.window:
             self._writer = self.node.loop.create_future()
             await self._writer
         if self.broken or self.peer.closed or self.closed:
@@ -118,6 +118,7 @@ class Network:
         """Of each message, by kind of connection: it is cut there."""
         self.slow_chance = 0.0
         self.num_cut = 0
+        self.window = WINDOW
         self.may_cut: Callable[[End], bool] = lambda _: True
         self._listening: dict[str, tuple[Node, Mapping[str, Handler]]] = {}
         self._clogged: dict[tuple[str, str], float] = {}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from coordinator.dispatch import Dispatcher
 from coordinator.roster import RosterOwner
 from kvrelay.errors import Aborted, DeadlineExceeded, KVRelayError, ResourceExhausted, Unavailable
+from kvrelay.link import LEASE_S
 from kvrelay.requests import Role, WorkerId
 from kvrelay.session import Report
 from sim.waits import find_cycle
@@ -107,8 +108,11 @@ class Watch:
         if isinstance(error, ResourceExhausted):
             return history.read_pause_s > 0 or "that is the limit" in error.message
         if isinstance(error, Aborted):
-            return sum(cluster.plan.happened.values()) + cluster.net.num_cut >= 4
+            return sum(cluster.plan.happened.values()) + cluster.net.num_cut >= 4 or self._short_leases()
         return isinstance(error, Unavailable) and any(self._role_disturbed(role) for role in Role)
+
+    def _short_leases(self) -> bool:
+        return any(w.lease_s < LEASE_S for w in self._cluster.scenario.workers)
 
     def _role_disturbed(self, role: Role) -> bool:
         names = [w.name for w in self._cluster.scenario.workers if w.role is role]

@@ -16,12 +16,12 @@ from decode_svc.core import DecodeCore
 from engine.hash_executor import HashExecutor
 from engine.scheduler import Budgets, Scheduler
 from kvrelay.errors import KVRelayError
-from kvrelay.link import LinkHello, LinkWelcome
+from kvrelay.link import LEASE_S, LinkHello, LinkWelcome
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
 from kvrelay.requests import Incarnation, Role, WorkerId
 from kvrelay.session import Load, Report, WorkerDescription
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
-from kvtransfer.receiver import ReceiverTable
+from kvtransfer.receiver import ReceiverTable, TicketState
 from kvtransfer.store import block_checksum
 from kvtransfer.transports.base import TransportEvent, WriteFailed
 from kvtransfer.writer import WriterTable
@@ -60,6 +60,7 @@ class WorkerShape:
     max_sequences: int
     step_s: float
     verify_kv: bool = False
+    lease_s: float = LEASE_S
 
     @property
     def address(self) -> str:
@@ -101,6 +102,7 @@ class WorkerNode:
             self.pool.member = member if shape.role is Role.DECODE else None
             self.transport = OneSided(fabric, member)
             member.expected = self._expected
+            member.is_open = self._is_open
         else:
             self.transport = Framed(self.node, self.executor.pool, self._on_transport)
         self.core = self._prefill_core() if shape.role is Role.PREFILL else self._decode_core()
@@ -149,6 +151,7 @@ class WorkerNode:
                     layout.block_bytes,
                     refuses_late=late,
                     bytes_over_link=late,
+                    lease_s=self.shape.lease_s,
                     checksum_of=self._checksum(),
                 ),
                 store=self.executor.pool,
@@ -287,6 +290,10 @@ class WorkerNode:
                 ids = attempt.ticket.table.block_ids
                 return {ids[position] for position in attempt.ticket.expected_positions(attempt.num_tokens)}
         return set()
+
+    def _is_open(self, epoch: int) -> bool:
+        assert isinstance(self.core, DecodeCore)
+        return self.core._p.table.state(epoch) in (TicketState.RECEIVING, TicketState.QUARANTINED)
 
     # its doors
 

@@ -25,6 +25,8 @@ from sim.clock import VirtualLoop, instead_of_monotonic
 _running: list[World] = []
 """The world that runs now, for what is logged meanwhile."""
 
+ROUNDING_S = 1e-8
+"""So much later a timer is certainly due on its node's own clock."""
 MAX_STEPS = 3_000_000
 """More than any seed needs: beyond it something runs in a circle without time moving on."""
 
@@ -152,12 +154,12 @@ class World:
         if node.loop.has_ready():
             return True
         due = node.loop.next_due()
-        return due is not None and due <= node.clock() + 1e-9
+        return due is not None and due < node.clock()
 
     @staticmethod
     def _next_due(node: Node) -> float:
         due = node.loop.next_due()
-        return float("inf") if due is None else node.world_time(due)
+        return float("inf") if due is None else node.world_time(due) + ROUNDING_S
 
     def _run(self, node: Node) -> None:
         self.running = node
