@@ -161,7 +161,7 @@ _MEMORY_AT_PREFILL = (
         "fence-forgotten-without-a-link",
         "a fence that falls due while the link is down is never said",
         "kvtransfer/writer.py",
-        "                self._unsaid[peer, action.message.epoch] = None\n",
+        "                self._fences[peer, action.message.epoch] = None\n",
         "                pass\n",
     ),
     one_edit(

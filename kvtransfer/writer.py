@@ -44,7 +44,7 @@ from kvtransfer.writer_ticket import (
 )
 
 Actions = tuple[WriterAction, ...]
-MAX_UNSAID_FENCES = 4096
+MAX_KEPT_FENCES = 1024
 """The oldest is forgotten first; its blocks come back by the peer's other ways."""
 
 __all__ = ["Actions", "WriterState", "WriterTable"]
@@ -68,7 +68,7 @@ class WriterTable:
         self._rules = WriterRules(incarnation, block_bytes, refuses_late, checksum_of)
         self._tickets: dict[tuple[Incarnation, int], WritingTicket] = {}
         self._up: set[Incarnation] = set()
-        self._unsaid: dict[tuple[Incarnation, int], None] = {}
+        self._fences: dict[tuple[Incarnation, int], None] = {}
 
     def start(self, ticket: Ticket, peer: Incarnation, key: SequenceKey, num_tokens: int, now: float) -> Actions:
         """Begin a hand-off to `peer`, the incarnation the link leads to. Owns no blocks yet.
@@ -148,10 +148,9 @@ class WriterTable:
         return self._apply(peer, epoch, WroteFailed(part, error, posted), now)
 
     def link_opened(self, peer: Incarnation, now: float) -> Actions:
-        """A link to this incarnation is up. Says what could not be said while there was none."""
+        """A link to this incarnation is up. Says all fences again: the last ones may be lost with the link before."""
         self._up.add(peer)
-        epochs = [epoch for of, epoch in self._unsaid if of == peer]
-        self.forget_peer(peer)
+        epochs = [epoch for of, epoch in self._fences if of == peer]
         return tuple(Send(peer, Fenced(epoch)) for epoch in epochs) + self._apply_all(peer, LinkOpened(), now)
 
     def link_lost(self, peer: Incarnation, now: float, reason: str = "") -> Actions:
@@ -161,10 +160,6 @@ class WriterTable:
         """
         self._up.discard(peer)
         return self._apply_all(peer, LinkLost(reason), now)
-
-    def forget_peer(self, peer: Incarnation) -> None:
-        """The incarnation is known to be dead: what could not be said to it need not be kept."""
-        self._unsaid = {key: None for key in self._unsaid if key[0] != peer}
 
     def tick(self, now: float) -> Actions:
         """Looks at every ticket. Call it when next_deadline() has passed, after the messages that are waiting."""
@@ -208,15 +203,13 @@ class WriterTable:
             del self._tickets[peer, epoch]
         else:
             self._tickets[peer, epoch] = after
-        return self._keep_unsaid(peer, actions)
+        return self._keep_fences(peer, actions)
 
-    def _keep_unsaid(self, peer: Incarnation, actions: Actions) -> Actions:
-        """While there is no link to `peer`, fences are kept for the next one."""
-        if peer in self._up:
-            return actions
+    def _keep_fences(self, peer: Incarnation, actions: Actions) -> Actions:
+        """Fences are kept for the next link, since a link that ends takes with it what was said last."""
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Fenced):
-                self._unsaid[peer, action.message.epoch] = None
-        while len(self._unsaid) > MAX_UNSAID_FENCES:
-            del self._unsaid[next(iter(self._unsaid))]
-        return tuple(a for a in actions if not isinstance(a, Send))
+                self._fences[peer, action.message.epoch] = None
+        while len(self._fences) > MAX_KEPT_FENCES:
+            del self._fences[next(iter(self._fences))]
+        return actions if peer in self._up else tuple(a for a in actions if not isinstance(a, Send))

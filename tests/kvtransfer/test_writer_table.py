@@ -308,7 +308,15 @@ def test_a_fence_that_found_no_link_is_said_on_the_next_one() -> None:
     t.write_done(DECODE, 1, 0, 1.3)
     assert t.write_done(DECODE, 1, 1, 1.3) == (Release((103,)),)
     assert t.link_opened(DECODE, 2.0) == (FENCED,)
-    assert t.link_opened(DECODE, 3.0) == ()
+
+
+def test_a_fence_that_was_said_as_the_link_broke_is_said_again_on_the_next_one() -> None:
+    t = posting()
+    t.write_done(DECODE, 1, 0, 1.1)
+    t.write_done(DECODE, 1, 1, 1.1)
+    assert t.abort(DECODE, 1, 1.2)[-1] == FENCED
+    assert t.link_lost(DECODE, 1.3) == ()
+    assert t.link_opened(DECODE, 2.0) == (FENCED,)
 
 
 def test_a_write_that_was_never_begun_is_no_danger() -> None:
