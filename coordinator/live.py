@@ -104,7 +104,9 @@ class Live:
 
     def want(self) -> Want:
         last_slots = len(self.facts.prompt_ids) + self.facts.stop.max_tokens - 1
-        return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before, last_slots)
+        last = self.lost[-1].placement if self.lost else None
+        avoid = () if last is None else (last.prefill, last.decode)
+        return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before, last_slots, avoid)
 
     def anew(self, loss: Loss | None, now: float) -> None:
         """Nothing that is known of the attempt before holds for the one that the state speaks of now."""

@@ -213,7 +213,7 @@ def _leaving(state: Registry, event: Leaving, now: float) -> Step:
     if known is None or known.description.incarnation != event.incarnation:
         return state, []
     if not known.up:
-        return _without(state, event.worker_id), []
+        return _without(state, event.worker_id), [Hangup(event.worker_id, event.incarnation)]
     return _put(state, replace(known, leaving=True)), []
 
 

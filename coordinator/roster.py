@@ -44,6 +44,8 @@ class Roster:
         self.coordinator_id = coordinator_id
         self.owner: RosterOwner | None = None
         self._state = rg.Registry(served)
+        self._limit: int = served.model.max_context
+        """The context limit when a worker of each role was last up: who waits for one that went is held to it."""
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._loads: dict[WorkerId, WorkerLoad] = {}
         self._dial_worker = dial
@@ -54,7 +56,7 @@ class Roster:
 
     @property
     def context_limit(self) -> int:
-        return rg.context_limit(self._state)
+        return min(self._limit, rg.context_limit(self._state))
 
     @property
     def block_size(self) -> int:
@@ -186,6 +188,8 @@ class Roster:
 
     def _step(self, event: rg.Event) -> None:
         self._state, actions = rg.step(self._state, event, time.monotonic())
+        if {d.role for d in self._state.up} == set(Role):
+            self._limit = rg.context_limit(self._state)
         refusal: KVRelayError | None = None
         for action in actions:
             if isinstance(action, rg.Dial):

@@ -75,12 +75,13 @@ class Want:
     blocked_since: float | None = None
     not_before: float = 0.0
     last_slots: int = 0
+    avoid: tuple[WorkerId | None, ...] = ()
 
 
 def route(snapshot: Snapshot, want: Want, local_prefill_below: int = 0) -> Placement | None:
     """A placement that has room now, or None. Prompts under `local_prefill_below` are computed by decode itself."""
     local = want.needs_decode and want.num_tokens < local_prefill_below
-    prefill = None if local else _pick_prefill(snapshot.prefill, want.num_tokens)
+    prefill = None if local else _pick_prefill(snapshot.prefill, want)
     if prefill is None and not local:
         return None
     if not want.needs_decode:
@@ -114,14 +115,19 @@ def next_to_place(
     return None
 
 
-def _pick_prefill(views: Sequence[PrefillView], num_tokens: int) -> PrefillView | None:
+def _pick_prefill(views: Sequence[PrefillView], want: Want) -> PrefillView | None:
+    num_tokens = want.num_tokens
     having_room = [
         view
         for view in _large_enough(views, num_tokens)
         if view.usable
         and (view.ticketed_tokens == 0 or view.ticketed_tokens + num_tokens <= TICKET_BUDGETS * view.step_tokens)
     ]
-    return min(having_room, key=lambda v: (v.queued_tokens, v.last_assigned, v.worker_id), default=None)
+    return min(
+        having_room,
+        key=lambda v: (v.worker_id in want.avoid, v.queued_tokens, v.last_assigned, v.worker_id),
+        default=None,
+    )
 
 
 def _pick_decode(views: Sequence[DecodeView], want: Want) -> DecodeView | None:
@@ -133,7 +139,11 @@ def _pick_decode(views: Sequence[DecodeView], want: Want) -> DecodeView | None:
         and view.sequences < view.max_sequences
         and (view.sequences == 0 or blocks_for(want.num_tokens + 1, view.block_size) <= view.free_blocks)
     ]
-    return min(having_room, key=lambda v: (v.sequences, -v.free_blocks, v.last_assigned, v.worker_id), default=None)
+    return min(
+        having_room,
+        key=lambda v: (v.worker_id in want.avoid, v.sequences, -v.free_blocks, v.last_assigned, v.worker_id),
+        default=None,
+    )
 
 
 V = TypeVar("V", PrefillView, DecodeView)

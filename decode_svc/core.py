@@ -55,6 +55,7 @@ class DecodeCore:
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
         self._epoch = 0
+        self._planned_nothing = False
         self._steady = SteadyClock()
         """For the table: how long a writer is given to end proves nothing if it was our clock that leapt."""
 
@@ -190,7 +191,9 @@ class DecodeCore:
 
     def schedule(self, now: float) -> Plan | None:
         self._grant(now)
-        return self._p.scheduler.schedule()
+        plan = self._p.scheduler.schedule()
+        self._planned_nothing = plan is None
+        return plan
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
         fault_point("decode.step")
@@ -238,5 +241,7 @@ class DecodeCore:
         return self._desk.load(self._p.pool, self._p.scheduler, len(self._waiting), self._p.table.in_flight, now)
 
     def stuck_s(self, now: float) -> float:
-        """What decode computes depends on nobody else."""
-        return self._desk.stuck_s(self._p.scheduler.has_work, now)
+        """What decode computes waits for nothing but blocks, and those that tickets hold have ends of their own."""
+        counts = self._p.pool.counts()
+        waits = self._planned_nothing and counts.reserved + counts.quarantined > 0
+        return self._desk.stuck_s(self._p.scheduler.has_work and not waits, now)

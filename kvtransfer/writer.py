@@ -153,13 +153,13 @@ class WriterTable:
         epochs = [epoch for of, epoch in self._fences if of == peer]
         return tuple(Send(peer, Fenced(epoch)) for epoch in epochs) + self._apply_all(peer, LinkOpened(), now)
 
-    def link_lost(self, peer: Incarnation, now: float, reason: str = "") -> Actions:
+    def link_lost(self, peer: Incarnation, now: float, reason: str = "", peer_dead: bool = False) -> Actions:
         """The link ended or could not be made. While in_flight is not 0, dial again: an answer means the peer lives.
 
-        reason: why, for people; who waits for the hand-off hears it.
+        reason: why, for people; who waits for the hand-off hears it. peer_dead: a dial found nobody, or somebody else.
         """
         self._up.discard(peer)
-        return self._apply_all(peer, LinkLost(reason), now)
+        return self._apply_all(peer, LinkLost(reason, peer_dead), now)
 
     def tick(self, now: float) -> Actions:
         """Looks at every ticket. Call it when next_deadline() has passed, after the messages that are waiting."""

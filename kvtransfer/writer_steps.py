@@ -23,8 +23,6 @@ from kvtransfer.manifest import Manifest, encode
 from kvtransfer.transports.base import Part
 from kvtransfer.writer_ticket import (
     FAILED_WRITE_VERDICT_S,
-    LINK_LOST_EXIT_S,
-    LINK_LOST_HOLD_S,
     STUCK_WRITE_S,
     AbortWanted,
     Event,
@@ -230,6 +228,9 @@ def _write_failed(t: WritingTicket, event: WroteFailed, now: float) -> Step:
         t, actions = _close(t, reason, now)
         return t, (Count("write_failed"), Release(part.source_ids), *actions)
     t, actions = _close(replace(t, failed=(*t.failed, part), failed_at=now), reason, now)
+    if t.relinked and not t.doomed:
+        t, doom = _doom(t, "a write failed and its decode worker lives")
+        actions += doom
     return t, (Count("write_failed"), *actions)
 
 
@@ -243,11 +244,13 @@ def _take_posted(t: WritingTicket, number: int) -> tuple[QueuedPart | None, Writ
 
 def _link_lost(t: WritingTicket, event: LinkLost, now: float) -> Step:
     why = f": {event.reason}" if event.reason else ""
-    return _close(replace(t, link_lost_at=now), f"the link to the decode worker was lost{why}", now)
+    t = replace(t, link_lost_at=now, peer_dead=event.peer_dead)
+    return _close(t, f"the link to the decode worker was lost{why}", now)
 
 
-def _link_lost_closing(t: WritingTicket, _event: LinkLost, now: float) -> Step:
-    return replace(t, link_lost_at=now if t.link_lost_at is None else t.link_lost_at), ()
+def _link_lost_closing(t: WritingTicket, event: LinkLost, now: float) -> Step:
+    lost_at = now if t.link_lost_at is None else t.link_lost_at
+    return replace(t, link_lost_at=lost_at, relinked=False, peer_dead=t.peer_dead or event.peer_dead), ()
 
 
 def _link_opened_closing(t: WritingTicket, _event: LinkOpened, _now: float) -> Step:
@@ -255,9 +258,10 @@ def _link_opened_closing(t: WritingTicket, _event: LinkOpened, _now: float) -> S
 
     Writes still in flight keep their bound, since the peer's may have run out already.
     """
-    if t.failed and t.link_lost_at is not None:
-        return _doom(t, "a write failed and its decode worker lives")
-    return t, ()
+    if t.link_lost_at is None:
+        return t, ()
+    t = replace(t, relinked=True)
+    return _doom(t, "a write failed and its decode worker lives") if t.failed else (t, ())
 
 
 def _doom(t: WritingTicket, reason: str) -> Step:
@@ -286,9 +290,11 @@ def _tick_closing(t: WritingTicket, _event: Tick, now: float) -> Step:
         if t.posted and t.closing_at is not None and now >= t.closing_at + STUCK_WRITE_S:
             return _doom(t, "a write does not end")
         return _renew_if_due(t, now)
-    if t.posted and now >= t.link_lost_at + LINK_LOST_EXIT_S:
+    if t.posted and now >= t.link_lost_at + t.exit_s:
         return _doom(t, "a write outlived the link to its decode worker")
-    if not t.posted and now >= t.link_lost_at + LINK_LOST_HOLD_S:
+    if not t.posted and now >= t.link_lost_at + t.hold_s:
+        if t.failed and not t.peer_dead:
+            return _doom(t, "a write failed, and nothing proves that its decode worker is dead")
         sources = _sources(t.failed)
         t, settled = _settle(replace(t, failed=(), clean=t.clean and not t.failed), now)
         return t, sources + settled

@@ -15,6 +15,8 @@ FAILED_WRITE_VERDICT_S = 2.5
 and the write may still land in its blocks; it reuses none of them before we say fenced, so waiting is safe."""
 LINK_LOST_HOLD_S = 1.0
 """After the link was lost a failed write's sources stay pinned this long: a new link would prove the peer alive."""
+DEATH_UNPROVED_S = 2.0
+"""After the link was lost and a write failed, the process ends if by then nothing proved that the peer is dead."""
 LINK_LOST_EXIT_S = 0.8
 """A write still running this long after the link was lost ends the process: a live peer takes the closed link for our
 death and reuses the blocks after receiver_ticket.PEER_GONE_S (3 s). The time
@@ -57,6 +59,7 @@ class WritingTicket:
     queued: parts that wait for the lease. posted: parts whose write has not ended. failed: parts whose write ended
     other than done while it is not known whether the peer lives; their sources stay pinned. asked_at: when the open
     or renew that is not yet answered was about to be sent. told: Failed was said.
+    relinked: the link was lost and is there again: the peer lives. peer_dead: a dial proved that it does not.
     clean: every write ended done, so fenced may be said. doomed: the process must exit.
     """
 
@@ -76,6 +79,8 @@ class WritingTicket:
     failed: tuple[QueuedPart, ...] = ()
     failed_at: float = 0.0
     link_lost_at: float | None = None
+    relinked: bool = False
+    peer_dead: bool = False
     landed_at: float | None = None
     told: bool = False
     clean: bool = True
@@ -104,10 +109,20 @@ class WritingTicket:
             if self.posted and self.closing_at is not None:
                 times.append(self.closing_at + STUCK_WRITE_S)
         elif self.posted:
-            times.append(self.link_lost_at + LINK_LOST_EXIT_S)
+            times.append(self.link_lost_at + self.exit_s)
         else:
-            times.append(self.link_lost_at + LINK_LOST_HOLD_S)
+            times.append(self.link_lost_at + self.hold_s)
         return min(times, default=None)
+
+    @property
+    def exit_s(self) -> float:
+        """How long after the loss of the link a write may still run."""
+        return STUCK_WRITE_S if self.rules.refuses_late else LINK_LOST_EXIT_S
+
+    @property
+    def hold_s(self) -> float:
+        """How long after the loss of the link sources of failed writes stay pinned, or until the process ends."""
+        return DEATH_UNPROVED_S if self.failed and not self.peer_dead else LINK_LOST_HOLD_S
 
 
 def started(ticket: Ticket, key: SequenceKey, num_tokens: int, rules: WriterRules, now: float) -> WritingTicket:
@@ -171,9 +186,10 @@ class WroteFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """Or it could not be made. reason: for people."""
+    """Or it could not be made. reason: for people. peer_dead: nobody, or another incarnation, answers there."""
 
     reason: str = ""
+    peer_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class PrefillCore:
         self._desk: Desk[PrefillAttempt] = Desk(self._drop, self._kept)
         self._peers = Peers(parts.table.busy_with)
         self._planned_at = 0.0
+        self._stepped = False
+        """A step has just ended: what came meanwhile, perhaps the end of a write, is not handled yet."""
 
     # events
 
@@ -68,7 +70,7 @@ class PrefillCore:
             self._peers.linked(event.peer)
             self._carry_out(table.link_opened(event.peer, now))
         elif isinstance(event, LinkClosed):
-            self._carry_out(table.link_lost(event.peer, now, event.reason))
+            self._carry_out(table.link_lost(event.peer, now, event.reason, event.peer_dead))
             self._peers.lost(event.peer, now)
         elif isinstance(event, CommandReceived) and isinstance(event.command, Prefill):
             self._prefill(event, event.command, now)
@@ -118,11 +120,12 @@ class PrefillCore:
     # 2. and 3. compute and push
 
     def schedule(self, now: float) -> Plan | None:
-        self._planned_at = now
+        self._planned_at, self._stepped = now, False
         return self._p.scheduler.schedule(self._p.pace.budget)
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
         """Parts are made before the scheduler applies: a sequence that ends in this step releases its blocks there."""
+        self._stepped = True
         self._desk.moved(now)
         self._desk.step_id = plan.step_id
         self._desk.throughput.add(plan.num_tokens, now)
@@ -247,7 +250,8 @@ class PrefillCore:
             self._carry_out(self._p.table.abort(ticket.incarnation, ticket.epoch, now))
 
     def actions(self, now: float) -> list[Action]:
-        self._carry_out(self._p.table.tick(now))
+        if not self._stepped:
+            self._carry_out(self._p.table.tick(now))
         self._desk.actions += self._peers.due(now)
         self._desk.expire(now)
         return self._desk.take_actions(self.load(now), now)

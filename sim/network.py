@@ -14,6 +14,7 @@ from typing import Any
 
 from kvrelay.errors import KVRelayError, Unavailable
 from sim.world import Node, World
+from worker.link_client import REFUSED
 
 WINDOW = 256
 """Messages under way and unread in one direction before its writer waits, unless the seed says otherwise."""
@@ -138,7 +139,7 @@ class Network:
         except TimeoutError:
             raise Unavailable(f"{address} does not answer") from None
         if end is None:
-            raise Unavailable(f"nobody listens at {address}")
+            raise Unavailable(f"nobody listens at {address}: {REFUSED}")
         return end
 
     def _accept(self, node: Node, address: str, kind: str, answered: asyncio.Future[End | None]) -> None:

@@ -74,8 +74,8 @@ class _Mailbox(Mailbox[Event]):
         super().__init__()
         self.something = asyncio.Event()
 
-    def post(self, event: Event, bulk_bytes: int = 0) -> None:
-        super().post(event, bulk_bytes)
+    def post(self, event: Event, bulk_bytes: int = 0, *, must: bool = False) -> None:
+        super().post(event, bulk_bytes, must=must)
         self.something.set()
 
 

@@ -70,11 +70,15 @@ class FromDecode:
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """by_kernel: the peer's kernel closed the connection (end of file or reset), so its process holds it no more."""
+    """by_kernel: the peer's kernel closed the connection (end of file or reset), so its process holds it no more.
+
+    peer_dead: a dial was refused, or another incarnation answered; an address must be the worker's own for that.
+    """
 
     peer: Incarnation
     by_kernel: bool
     reason: str = ""
+    peer_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

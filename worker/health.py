@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -32,7 +33,7 @@ class Turning(Protocol):
     stuck_s: float
 
 
-async def watch(engine: Turning, server: RpcServer) -> None:
+async def watch(engine: Turning, server: RpcServer, leaving: Callable[[], bool] = lambda: False) -> None:
     """Until cancelled. Our own pauses, in which the engine stood still too, do not count."""
     turns = Liveness.start(STUCK_S, time.monotonic())
     healthy = True
@@ -45,5 +46,5 @@ async def watch(engine: Turning, server: RpcServer) -> None:
         if now_healthy != healthy:
             healthy = now_healthy
             log.warning("health changed", healthy=healthy, engine_hangs=hangs, nothing_moved_s=round(engine.stuck_s, 1))
-            await server.set_ready(healthy)
+            await server.set_ready(healthy and not leaving())
             await server.set_ready(healthy, LIVENESS)

@@ -79,16 +79,16 @@ async def _main(
     registration = Registration(
         description, config.coordinators, lambda why: shell.quit(EXIT_CONFIG), on_death=shell.die
     )
-    health = asyncio.ensure_future(watch(engine, server))
+    health = asyncio.ensure_future(watch(engine, server, shell.stop.is_set))
     shell.keep(health)
     settle()
     on_ready(description.address)
     log.info("serving", address=description.address, worker=description.worker_id, incarnation=incarnation)
     await shell.stop.wait()
-    health.cancel()
     await server.set_ready(False)
     goodbye = asyncio.ensure_future(registration.leave())
     await _drain(shell, goodbye)
+    health.cancel()
     await _stop(shell, server, engine)
     goodbye.cancel()
     return shell.exit_code
@@ -157,6 +157,8 @@ async def _stop(shell: Shell, server: RpcServer, engine: EngineThread) -> None:
     await _until(lambda: is_quiet(shell.load()), min(STOP_GRACE_S, max(LEAST_STOP_S, left_s)))
     await shell.loop.run_in_executor(None, engine.stop)
     shell.peer_calls.shutdown(wait=False, cancel_futures=True)
+    if shell.transport.refuses_late:  # its threads may wait for room in a link, whose end proves nothing here
+        await shell.links.close()
     await shell.loop.run_in_executor(None, shell.transport.close)
     await shell.links.close()
     await server.stop(1.0)

@@ -24,6 +24,8 @@ from worker.patience import within
 log = structlog.get_logger("worker.link")
 
 WELCOME_TIMEOUT_S = 5.0
+REFUSED = "Connection refused"
+"""What gRPC says when nobody listens at an address."""
 MAX_QUEUED = 64
 """Messages on their way to one decode worker; bulk senders wait for room, control messages go past the bound."""
 MAX_UNREAD = 65_536
@@ -115,12 +117,13 @@ class LinkClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, target: OpenLink, link: _Link) -> None:
-        reason = "ended by the decode worker"
+        reason, peer_dead = "ended by the decode worker", False
         try:
             async with self._dial(target.address) as call:
                 await self._talk(target, link, call)
         except KVRelayError as error:
             reason = error.message
+            peer_dead = error.field == "incarnation" or REFUSED in error.message
         except TimeoutError:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:.0f} s"
         except asyncio.CancelledError:
@@ -131,7 +134,7 @@ class LinkClient:
         finally:
             link.closed.set()
             self._links.pop(target.peer, None)
-            self._mailbox.post(LinkClosed(target.peer, by_kernel=False, reason=reason))
+            self._mailbox.post(LinkClosed(target.peer, False, reason, peer_dead), must=True)
             log.info("link closed", decode=target.worker_id, incarnation=target.peer, why=reason)
 
     async def _talk(self, target: OpenLink, link: _Link, call: LinkCall) -> None:

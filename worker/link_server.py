@@ -86,7 +86,7 @@ class LinkServer:
             ours = refused or writer in self._ended_here
             self._ended_here.discard(writer)
             reader.cancel()
-            self._mailbox.post(LinkClosed(writer, by_kernel=not ours))
+            self._mailbox.post(LinkClosed(writer, by_kernel=not ours), must=True)
             await asyncio.gather(reader, return_exceptions=True)
             log.info("link closed", prefill=hello.worker_id, incarnation=writer)
         if not reader.cancelled() and (error := reader.exception()) is not None:

@@ -30,12 +30,15 @@ class Mailbox(Generic[T]):
         self._waiters: list[Callable[[], None]] = []
         self._closed = False
 
-    def post(self, event: T, bulk_bytes: int = 0) -> None:
-        """Never blocks. Raises MailboxFull over the limit; after `close` events are dropped."""
+    def post(self, event: T, bulk_bytes: int = 0, *, must: bool = False) -> None:
+        """Never blocks. Raises MailboxFull over the limit; after `close` events are dropped.
+
+        must: an ending, of which there is one for each thing that began; the limit does not keep it out.
+        """
         with self._condition:
             if self._closed:
                 return
-            if len(self._events) >= self._limit:
+            if not must and len(self._events) >= self._limit:
                 raise MailboxFull(f"{self._limit} events wait for the engine thread")
             self._events.append(event)
             self._bulk_bytes += bulk_bytes

@@ -158,7 +158,7 @@ class SessionHub:
             for task in tasks:
                 task.cancel()
             self._sessions.pop(session.id, None)
-            self._mailbox.post(SessionClosed(session.id))
+            self._mailbox.post(SessionClosed(session.id), must=True)
             session.closed.set()
             await asyncio.gather(*tasks, return_exceptions=True)
             log.info("session ended", coordinator=session.coordinator_id, why=session.ended_because or "cancelled")
@@ -188,7 +188,7 @@ class SessionHub:
         for session in older:
             session.end("a new session of the same coordinator began")
             self._sessions.pop(session.id, None)
-            self._mailbox.post(SessionClosed(session.id))
+            self._mailbox.post(SessionClosed(session.id), must=True)
 
     async def _read(self, session: _Session, commands: AsyncIterator[Command]) -> None:
         try:

@@ -74,9 +74,12 @@ class Shell:
 
     def deliver(self, actions: list[Action]) -> None:
         """Called on the engine thread: transports take their actions here, the event loop gets the rest in one go."""
-        assert self.transport is not None
         rest: list[Action] = []
         for action in actions:
+            if isinstance(action, Leave):  # may come before there is a transport
+                self.loop.call_soon_threadsafe(self.leave, action.grace_s)
+                continue
+            assert self.transport is not None
             if isinstance(action, Post):
                 self._post(action)
             elif isinstance(action, Expect):
@@ -115,8 +118,6 @@ class Shell:
                 self.hub.send(action.session, action.report)
             elif isinstance(action, Reply | Send | OpenLink):
                 self.links.deliver(action)
-            elif isinstance(action, Leave):
-                self.leave(action.grace_s)
 
     def on_transport_event(self, event: TransportEvent) -> None:
         self.mailbox.post(TransportHappened(event))
@@ -141,7 +142,7 @@ class Shell:
     def quit(self, code: int) -> None:
         """Stop in good order, with this exit code."""
         self.leave(self.config.drain_grace_s, code)
-        self.mailbox.post(DrainAsked(self.config.drain_grace_s))
+        self.mailbox.post(DrainAsked(self.config.drain_grace_s), must=True)
 
     def keep(self, task: asyncio.Future[None]) -> None:
         """A task that may be cancelled but must not die."""

@@ -25,6 +25,7 @@ from kvrelay.link import (
 from kvrelay.requests import Incarnation
 from kvtransfer.actions import Count, ExitProcess, Failed, Finished, Post, PushStats, Release, Send, WriterAction
 from kvtransfer.manifest import decode
+from kvtransfer.receiver_ticket import PEER_GONE_S
 from kvtransfer.transports.base import Part, WriteDone, WriteFailed
 from kvtransfer.writer import WriterState, WriterTable
 from kvtransfer.writer_steps import TABLE, step
@@ -279,6 +280,7 @@ def test_a_failed_write_to_a_peer_that_died_only_ends_the_attempt() -> None:
     t.write_failed(DECODE, 1, 0, "disconnected", 1.2)
     assert t.link_lost(DECODE, 1.3) == ()
     assert t.write_failed(DECODE, 1, 1, "disconnected", 1.31) == (Count("write_failed"),)
+    assert t.link_lost(DECODE, 1.32, "nobody listens", peer_dead=True) == ()
     assert t.tick(1.3 + LINK_LOST_HOLD_S - 0.01) == ()
     assert t.tick(1.3 + LINK_LOST_HOLD_S) == (Release((101, 102)), Release((103,)))
     assert t.in_flight == 0
@@ -300,6 +302,34 @@ def test_a_write_that_outlives_its_link_ends_the_process_before_the_peer_reuses_
     assert t.next_deadline() == 1.2 + LINK_LOST_EXIT_S
     (exit_process,) = t.tick(1.2 + LINK_LOST_EXIT_S)
     assert isinstance(exit_process, ExitProcess)
+
+
+def test_a_failed_write_to_a_peer_that_nothing_proves_dead_ends_the_process_before_its_blocks_are_reused() -> None:
+    t = posting()
+    t.write_done(DECODE, 1, 1, 1.1)
+    t.write_failed(DECODE, 1, 0, "timeout", 1.2)
+    t.link_lost(DECODE, 1.3)
+    assert t.link_lost(DECODE, 2.0, "no answer") == ()
+    assert t.tick(3.29) == ()
+    assert [type(action) for action in t.tick(3.3)] == [ExitProcess]
+    assert PEER_GONE_S > 3.3 - 1.3
+
+
+def test_a_write_that_fails_after_the_link_came_back_ends_the_process_at_once() -> None:
+    t = posting()
+    t.write_done(DECODE, 1, 1, 1.1)
+    t.link_lost(DECODE, 1.2)
+    assert t.link_opened(DECODE, 1.4) == ()
+    assert [type(a) for a in t.write_failed(DECODE, 1, 0, "timeout", 1.7)] == [Count, ExitProcess]
+
+
+def test_a_write_that_goes_on_without_a_link_is_no_danger_where_late_frames_are_refused() -> None:
+    t = opened(refuses_late=True)
+    t.part_ready(DECODE, 1, (1,), (101,), False, 1.0)
+    t.link_lost(DECODE, 1.2)
+    assert t.tick(5.0) == ()
+    assert t.write_failed(DECODE, 1, 0, "the link is gone", 5.1)[1] == Release((101,))
+    assert t.in_flight == 0
 
 
 def test_a_fence_that_found_no_link_is_said_on_the_next_one() -> None:

@@ -66,3 +66,13 @@ def test_many_posters_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert {n: [i for m, i in got if m == n] for n in range(4)} == {n: list(range(500)) for n in range(4)}
+
+
+def test_an_ending_is_taken_also_when_the_mailbox_is_full() -> None:
+    mailbox: Mailbox[str] = Mailbox(limit=2)
+    mailbox.post("begun")
+    mailbox.post("more")
+    with pytest.raises(MailboxFull):
+        mailbox.post("too much")
+    mailbox.post("ended", must=True)
+    assert mailbox.take(0) == ["begun", "more", "ended"]
