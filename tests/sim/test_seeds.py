@@ -32,7 +32,7 @@ def test_a_hundred_seeds_find_nothing_and_every_kind_of_fault_has_happened() -> 
     assert set(result["requests"]) >= {"exact", "left", "Unavailable"}
     for fault in ("crash", "point", "pause", "jump", "cut", "clog", "vanish", "write", "coordinator", "drain"):
         assert result["faults"].get(fault), f"no {fault} in {SEEDS} seeds"
-    for counter in ("migrated", "quarantined", "refused_stale", "forced", "preempted", "lease_expired"):
+    for counter in ("migrated", "quarantined", "refused_stale", "preempted", "write_failed", "duplicate_part", "moved"):
         assert result["counters"].get(counter), f"nobody counted {counter} in {SEEDS} seeds"
 
 
