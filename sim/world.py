@@ -170,7 +170,7 @@ class World:
                 raise
         finally:
             self.running = None
-        if node.loop.failures:
+        if node.loop.failures and node.alive:  # of a dead one tasks are dropped in the middle, which loops report
             raise Violation(f"{node.name}: {describe(node.loop.failures[0])}")
         self.bury()
         self._look(node)
