@@ -251,7 +251,8 @@ async def test_a_restart_within_the_grace_fails_no_request_old_or_new(
         await again.announce_to(door.address)
         assert_whole(await asked, 9, migrations=1)
         assert_whole(await late, 4, migrations=0)
-        assert [len(c.work.token_ids) for c in again.commands(Reserve)] == [6, 3]
+        # The moved one waits 20 ms before it is placed anew; the new one may pass it meanwhile.
+        assert sorted(len(c.work.token_ids) for c in again.commands(Reserve)) == [3, 6]
 
 
 async def test_an_answer_to_an_older_attempt_says_nothing_of_a_workers_load(
