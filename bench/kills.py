@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -32,6 +31,8 @@ from support.injections import NoProof, born_again, kill
 from support.members import Members, members
 from support.recorder import HashReference, History, load, under_way
 from support.streams import mixed_cases
+
+from kvrelay.cli import bench_stats
 
 MODEL = "smollm2-135m-instruct"
 MODEL_SIZES = ((40, 40), (200, 24), (17, 32), (300, 16), (1, 40), (16, 32))
@@ -183,9 +184,8 @@ def report(name: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    if len(values) < 2:
-        return max(values, default=0.0)
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+    """As `kvrelay bench` counts it; 0 of nothing."""
+    return bench_stats.percentile(values, percent) if values else 0.0
 
 
 def table(row: dict[str, Any]) -> str:

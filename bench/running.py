@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrelay.cli import bench_stats
 from kvrelay.client import Client
 
 STOP_S = 20.0
@@ -171,14 +172,8 @@ def until_quiet(target: str, within_s: float = LEAK_S) -> tuple[bool, dict[str, 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolated between the closest ranks; nan of nothing."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    """As `kvrelay bench` counts it; nan of nothing."""
+    return bench_stats.percentile(values, 100.0 * share) if values else float("nan")
 
 
 def _words(path: Path) -> list[str]:

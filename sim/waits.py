@@ -42,8 +42,6 @@ def find_cycle(workers: Iterable[WorkerNode]) -> set[Attempt]:
 
 def reduce(snapshot: Snapshot) -> set[Attempt]:
     """The attempts that no order of endings could set free."""
-    everybody = {a for held in snapshot.holders.values() for a in held}
-    everybody |= {a for waiting in snapshot.waiters.values() for a in waiting}
     stuck = {a for waiting in snapshot.waiters.values() for a in waiting}
     moved = True
     while moved:
@@ -56,7 +54,7 @@ def reduce(snapshot: Snapshot) -> set[Attempt]:
                 if freed:
                     stuck -= freed
                     moved = True
-    return stuck & everybody
+    return stuck
 
 
 def _see_prefill(snapshot: Snapshot, worker: WorkerNode, core: PrefillCore) -> None:
