@@ -13,7 +13,7 @@ from kvrelay import fault_points
 from kvrelay.errors import NotFound
 from kvrelay.requests import WorkerId
 from kvrelay.session import Drain
-from sim.network import End
+from sim.network import SLOWEST_MESSAGE_S, End
 from sim.world import Node, NodeDied
 from worker.events import DrainAsked
 
@@ -33,6 +33,7 @@ class FaultPlan:
         self.scenario = cluster.scenario
         self.happened: Counter[str] = Counter()
         self.active = False
+        self.slow_until = float("inf")
         self._resting: set[Node] = set()
 
     def start(self) -> None:
@@ -59,6 +60,7 @@ class FaultPlan:
     def heal(self) -> None:
         if self.active:
             self.active = False
+            self.slow_until = self.cluster.world.now + 2 * SLOWEST_MESSAGE_S
             net, fabric = self.cluster.net, self.cluster.fabric
             net.cut_chance, net.slow_chance = {}, 0.0
             faults = fabric.faults

@@ -21,6 +21,8 @@ WINDOW = 256
 KERNEL_GIVES_UP_S = 40.0
 """A connection to a host that vanished is reset after so long."""
 DIAL_TIMEOUT_S = 5.0
+SLOWEST_MESSAGE_S = 0.4
+"""With the fault of slow messages."""
 
 Handler = Callable[["End"], Coroutine[Any, Any, None]]
 
@@ -219,7 +221,7 @@ class Network:
     def _latency(self, a: str, b: str) -> float:
         rng = self.world.rng
         if self.slow_chance and rng.random() < self.slow_chance:
-            return rng.uniform(0.01, 0.4)
+            return rng.uniform(0.01, SLOWEST_MESSAGE_S)
         return rng.uniform(0.0002, 0.002)
 
     # what happens to nodes

@@ -109,10 +109,14 @@ class Watch:
                 limit is not None and limit * 0.98 <= took and (took <= limit * 1.02 + 1.0 or history.read_pause_s > 0)
             )
         if isinstance(error, ResourceExhausted):
-            return history.read_pause_s > 0 or "that is the limit" in error.message
+            return history.read_pause_s > 0 or self._slow_messages() or "that is the limit" in error.message
         if isinstance(error, Aborted):
             return sum(cluster.plan.happened.values()) + cluster.net.num_cut >= 4 or self._short_leases()
         return isinstance(error, Unavailable) and any(self._role_disturbed(role) for role in Role)
+
+    def _slow_messages(self) -> bool:
+        """A message that is long under way stops its stream's window, as a reader does that is slow."""
+        return "slow" in self._cluster.scenario.faults and self._cluster.world.now < self._cluster.plan.slow_until
 
     def _short_leases(self) -> bool:
         return any(w.lease_s < LEASE_S for w in self._cluster.scenario.workers)
