@@ -16,7 +16,8 @@ class SequenceSlice:
     """One sequence's rows in a step: `token_ids` at positions start .. start + len - 1.
 
     table covers every token up to the last row, so attention of the last row reads start + len slots.
-    If `samples`, the last row yields the token of output index `index`.
+    If `samples`, the last row yields the token of output index `index`, and one more token for each of `forks`: the
+    samplings of sequences 1, 2, ... of the request, which go on from here on their own.
     """
 
     key: SequenceKey
@@ -26,6 +27,11 @@ class SequenceSlice:
     samples: bool
     index: int
     sampling: Sampling
+    forks: tuple[Sampling, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return 1 + len(self.forks) if self.samples else 0
 
     @property
     def context_len(self) -> int:
@@ -35,10 +41,17 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Decoding sequences come first, then chunks of prompts."""
+    """One step. Decoding sequences come first, then chunks of prompts.
+
+    Blocks are moved before anything is computed, in this order: swap_out (block id, host slot), swap_in (host slot,
+    block id), copies (source id, target id).
+    """
 
     step_id: int
     slices: tuple[SequenceSlice, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -46,12 +59,12 @@ class Plan:
 
     @property
     def num_samples(self) -> int:
-        return sum(s.samples for s in self.slices)
+        return sum(s.num_samples for s in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Sampled tokens, one per slice with `samples`, in the order of the plan."""
+    """Sampled tokens, in the order of the plan: num_samples of each slice, sequence 0 first."""
 
     step_id: int
     token_ids: tuple[int, ...]

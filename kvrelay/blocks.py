@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from collections.abc import Iterator, Sequence
+import sys
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kvrelay.errors import LayoutMismatch
@@ -126,16 +129,81 @@ class KeyScope:
     layer_group: int = 0
 
 
-def block_keys(scope: KeyScope, token_ids: Sequence[int], block_size: int) -> Iterator[BlockKey]:
-    """Keys of the full blocks of `token_ids`, in order: BLAKE2b over (parent, tokens, scope), length-framed."""
-    parts = (scope.tenant, scope.model_fingerprint, scope.adapter, scope.cache_salt, str(scope.layer_group))
-    root = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        raw = part.encode()
-        root.update(len(raw).to_bytes(8, "little") + raw)
-    parent = root.digest()
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        h = hashlib.blake2b(parent, digest_size=32)
-        h.update(b"".join(t.to_bytes(4, "little") for t in token_ids[start : start + block_size]))
-        parent = h.digest()
-        yield BlockKey(parent)
+class KeyChain:
+    """Keys of the full blocks of one sequence, made as its tokens become known: BLAKE2b over (parent, tokens, scope).
+
+    The scope's parts are length-framed and stand at the root, so that no two scopes have a key in common.
+    """
+
+    __slots__ = ("_block_size", "_parent")
+
+    def __init__(self, scope: KeyScope, block_size: int) -> None:
+        parts = (scope.tenant, scope.model_fingerprint, scope.adapter, scope.cache_salt, str(scope.layer_group))
+        root = hashlib.blake2b(digest_size=32)
+        for part in parts:
+            raw = part.encode()
+            root.update(len(raw).to_bytes(8, "little") + raw)
+        self._block_size = block_size
+        self._parent = root.digest()
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
+        """Keys of the next full blocks, whose tokens these are; what does not fill a block is left out."""
+        words = array("I", token_ids)
+        if sys.byteorder == "big":
+            words.byteswap()
+        raw, size = words.tobytes(), self._block_size * words.itemsize
+        parent, blake2b, keys = self._parent, hashlib.blake2b, []
+        for start in range(0, len(raw) - size + 1, size):
+            parent = blake2b(parent + raw[start : start + size], digest_size=32).digest()
+            keys.append(BlockKey(parent))
+        self._parent = parent
+        return keys
+
+
+def block_keys(scope: KeyScope, token_ids: Sequence[int], block_size: int) -> tuple[BlockKey, ...]:
+    """Keys of the full blocks of `token_ids`, in order."""
+    return tuple(KeyChain(scope, block_size).extend(token_ids))
+
+
+class BlockEventKind(enum.StrEnum):
+    """What happened to the cached content of a pool."""
+
+    STORED = "stored"
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+    """Nothing is cached any more; names no keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Events of one kind that came one after the other. Each key is one event; so is CLEARED, which has none."""
+
+    kind: BlockEventKind
+    keys: tuple[BlockKey, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """Events of one worker's cache, in order. first: number of the first one; they count up by one from 1 on.
+
+    A reader that has seen others than first - 1 events has missed some and must ask for the whole list.
+    """
+
+    first: int
+    runs: tuple[BlockRun, ...]
+
+    @property
+    def next(self) -> int:
+        """Number of the event after the last one here."""
+        return self.first + sum(map(len, self.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    """Everything a worker caches, as of event `next` - 1."""
+
+    next: int
+    keys: tuple[BlockKey, ...]

@@ -13,6 +13,8 @@ DEFAULT_TARGET = "127.0.0.1:50061"
 EXECUTORS = ("torch", "hash", "scripted")
 TRANSPORTS = ("nixl", "grpc")
 DTYPES = ("bfloat16", "float32")
+ROUTERS = ("cache_aware", "least_loaded", "round_robin", "random")
+PREEMPT = ("auto", "swap", "recompute")
 MAX_ATTEMPTS = 8
 
 
@@ -30,6 +32,8 @@ class CoordinatorConfig:
     open_limit: int = 1024
     max_attempts: int = MAX_ATTEMPTS
     local_prefill_below: int = 0
+    """Prompts with fewer tokens to compute are computed by decode itself."""
+    router: str = "cache_aware"
     max_request_bytes: int = 8 * 1024 * 1024
     slow_reader_bytes: int = 1024 * 1024
     trace_dir: str = ""
@@ -67,6 +71,12 @@ class WorkerConfig:
     """hash and scripted executors only: pretend that a step takes this long."""
     drain_grace_s: float = 8.0
     verify_kv: bool = False
+    prefix_cache: bool = True
+    """Keep full blocks after their request ended, and use them for others that begin alike."""
+    preempt: str = "auto"
+    """decode only: what becomes of the blocks of a sequence that must make room; auto takes the cheaper way."""
+    swap_mb: int = 256
+    """decode only: host memory for the blocks of such sequences."""
     die_with_parent: bool = False
 
 

@@ -19,6 +19,8 @@ from typing import TypeVar
 from kvrelay.config import (
     DTYPES,
     EXECUTORS,
+    PREEMPT,
+    ROUTERS,
     TRANSPORTS,
     CoordinatorConfig,
     UpConfig,
@@ -35,7 +37,14 @@ OTHER_VARIABLES = tuple(
 )
 """Read elsewhere: the file itself, the address for clients, the folder of models and kernels, logs, kernels to take,
 faults that tests ask for."""
-CHOICES = {"executor": EXECUTORS, "dtype": DTYPES, "transport": TRANSPORTS, "attention": ("auto", "reference", "cpu")}
+CHOICES = {
+    "executor": EXECUTORS,
+    "dtype": DTYPES,
+    "transport": TRANSPORTS,
+    "attention": ("auto", "reference", "cpu"),
+    "router": ROUTERS,
+    "preempt": PREEMPT,
+}
 AT_LEAST = {
     "queue_limit": 0,
     "open_limit": 1,
@@ -51,7 +60,8 @@ AT_LEAST = {
     "max_sequences": 1,
     "step_seconds": 0,
     "drain_grace_s": 0,
-    "prefill": 1,
+    "swap_mb": 0,
+    "prefill": 0,
     "decode": 1,
     "ready_timeout_s": 0,
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -52,6 +53,13 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def of_sequence(self, sequence: int) -> Sampling:
+        """How sequence 0, 1, ... of a request draws: the first as asked, each later one from a seed of its own."""
+        if sequence == 0:
+            return self
+        raw = self.seed.to_bytes(8, "little") + sequence.to_bytes(4, "little")
+        return replace(self, seed=int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
+
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
@@ -77,6 +85,8 @@ class SequenceSpec:
 
     token_ids are all known tokens (prompt, then tokens an earlier attempt already streamed);
     the next token sampled has output index `first_index` = len(token_ids) - num_prompt_tokens.
+    n: so many tokens are sampled there, for as many sequences that share what is known so far; key names the first.
+    prefix_cache: whether it may use and fill the cache of full blocks.
     """
 
     key: SequenceKey
@@ -86,6 +96,8 @@ class SequenceSpec:
     stop: StopRule
     tenant: str = "default"
     cache_salt: str = ""
+    n: int = 1
+    prefix_cache: bool = True
 
     @property
     def first_index(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.blocks import BlockCounts, KVLayout, Ticket
+from kvrelay.blocks import BlockCounts, BlockEvents, KVLayout, Ticket
 from kvrelay.requests import Incarnation, RequestId, Role, Sampling, SessionId, StopRule, WorkerId
 
 PROTOCOL_VERSION = 1
@@ -45,11 +45,15 @@ class WorkerDescription:
     step_tokens: int
     protocol_version: int = PROTOCOL_VERSION
     verify_kv: bool = False
+    prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One attempt of a request, as a worker gets it. deadline_s is the time left, None without a deadline."""
+    """One attempt of a request, as a worker gets it. deadline_s is the time left, None without a deadline.
+
+    n: sequences that go on from these tokens; prefill samples one token for each. prefix_cache: may use and fill it.
+    """
 
     request_id: RequestId
     attempt: int
@@ -62,6 +66,7 @@ class Work:
     n: int = 1
     deadline_s: float | None = None
     traceparent: str = ""
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Reserve blocks for a hand-off. The worker answers Reserved or Refused."""
+    """Reserve blocks for a hand-off. The worker answers Reserved or Refused.
+
+    local_prefill: nobody pushes; decode computes the prompt itself and samples the first tokens too.
+    """
 
     work: Work
     local_prefill: bool = False
@@ -120,10 +128,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ends an attempt, known or not yet known to the worker (then it leaves a tombstone)."""
+    """Ends an attempt, known or not yet known to the worker (then it leaves a tombstone).
+
+    sequence: only this one of the n sequences of a running attempt; None: all.
+    """
 
     request_id: RequestId
     attempt: int
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +151,11 @@ Command = Hello | Heartbeat | Prefill | Reserve | Start | Abort | Drain
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
+    """ticket None: the worker computes the prompt itself."""
+
     request_id: RequestId
     attempt: int
-    ticket: Ticket
+    ticket: Ticket | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +223,8 @@ class Ended:
 class ComputeRecord:
     """What prefill or decode did for an attempt, for the trace: durations on the worker's clock.
 
-    chunks: (offset from received_s, duration, tokens) of each prompt chunk.
+    chunks: (offset from received_s, duration, tokens) of each prompt chunk. num_cached_tokens: known tokens whose KV
+    was found in the worker's cache and not computed.
     """
 
     request_id: RequestId
@@ -217,6 +232,7 @@ class ComputeRecord:
     queued_s: float
     active_s: float
     chunks: tuple[tuple[float, float, int], ...] = ()
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +253,7 @@ class Load:
 class Report:
     """One message up. Later steps merge into a report not yet sent (`merge`); order inside each list is kept.
 
-    A reader takes the lists in the order of the fields.
+    A reader takes the lists in the order of the fields, but records before tokens.
     """
 
     step_id: int = 0
@@ -252,6 +268,7 @@ class Report:
     records: tuple[ComputeRecord, ...] = ()
     ended: tuple[Ended, ...] = ()
     load: Load | None = field(default=None)
+    block_events: tuple[BlockEvents, ...] = ()
 
     def merge(self, later: Report) -> Report:
         """One report that says what both said; the later step id, heartbeat and load win."""
@@ -268,4 +285,5 @@ class Report:
             records=self.records + later.records,
             ended=self.ended + later.ended,
             load=later.load or self.load,
+            block_events=self.block_events + later.block_events,
         )

@@ -26,6 +26,7 @@ HELP = {
     "open_limit": "requests that may be open at once",
     "max_attempts": "attempts of one request that may be lost with their workers; then it ends ABORTED",
     "local_prefill_below": "prompts with fewer uncached tokens are computed by decode itself",
+    "router": "how workers are chosen; all but the first are for comparing with",
     "max_request_bytes": "largest request message accepted",
     "slow_reader_bytes": "unread answer text after which a client is cut off",
     "trace_dir": "write OTLP JSON traces into this folder",
@@ -46,6 +47,9 @@ HELP = {
     "script": "file of token ids that the scripted executor emits",
     "step_seconds": "hash and scripted executors: pretend that a step takes this long",
     "drain_grace_s": "from SIGTERM to the end: what runs may finish meanwhile, the rest is moved to other workers",
+    "prefix_cache": "keep full KV blocks after their request ended, for others that begin alike",
+    "preempt": "decode: what becomes of the blocks of a sequence that must make room",
+    "swap_mb": "decode: host memory in MiB for such blocks",
     "verify_kv": "prefill: send a checksum with each KV block; decode: check it, and take only blocks that have one",
 }
 
@@ -87,7 +91,9 @@ def build_parser(name: str) -> argparse.ArgumentParser:
         choices, default = CHOICES.get(key), _shown_default(kind, key)
         if hint is bool:
             switch = argparse.BooleanOptionalAction
-            parser.add_argument(flag, dest=key, action=switch, default=None, help=HELP[key] + " (default: off)")
+            parser.add_argument(
+                flag, dest=key, action=switch, default=None, help=f"{HELP[key]} (default: {_on_off(kind, key)})"
+            )
             continue
         meta = "|".join(choices) if choices else {int: "N", float: "SECONDS"}.get(hint, key.upper())  # type: ignore[call-overload]  # any type may be asked for
         action = "append" if key == "coordinators" else "store"
@@ -105,6 +111,10 @@ def _shown_default(kind: type, key: str) -> str:
     default = kind.__dataclass_fields__[key].default  # type: ignore[attr-defined]  # a dataclass
     text = ",".join(default) if isinstance(default, tuple) else str(default)
     return f" (default {text})" if text else ""
+
+
+def _on_off(kind: type, key: str) -> str:
+    return "on" if kind.__dataclass_fields__[key].default else "off"  # type: ignore[attr-defined]  # a dataclass
 
 
 def _flags(options: dict[str, object]) -> dict[str, object]:

@@ -6,11 +6,15 @@ from typing import Annotated
 
 import typer
 
+from kvrelay.config import PREEMPT, ROUTERS
+
 EXAMPLE = "Example: kvrelay up --prefill 1 --decode 2 --model smollm2-135m-instruct --threads 1"
 
 
 def up(
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers (default 1).")] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers (default 1); 0: decode computes prompts.")
+    ] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers (default 1).")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for clients (default 127.0.0.1:50061).")] = None,
     model: Annotated[str | None, typer.Option(help="Model id or a Hugging Face directory.")] = None,
@@ -29,6 +33,10 @@ def up(
     script: Annotated[str | None, typer.Option(help="Token ids for --executor scripted.")] = None,
     step_seconds: Annotated[float | None, typer.Option(help="hash, scripted: pretend a step takes this long.")] = None,
     drain_grace_s: Annotated[float | None, typer.Option(help="A worker's time to finish or move (default 8).")] = None,
+    prefix_cache: Annotated[bool | None, typer.Option(help="Keep KV blocks for prompts that begin alike.")] = None,
+    router: Annotated[str | None, typer.Option(help=f"How workers are chosen: {', '.join(ROUTERS)}.")] = None,
+    preempt: Annotated[str | None, typer.Option(help=f"How decode makes room: {', '.join(PREEMPT)}.")] = None,
+    swap_mb: Annotated[int | None, typer.Option(help="Decode's host memory for blocks put aside.")] = None,
     verify_kv: Annotated[bool | None, typer.Option(help="Check every KV block that decode gets.")] = None,
     trace_dir: Annotated[str | None, typer.Option(help="Write OTLP JSON traces into this folder.")] = None,
     otlp_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP gRPC endpoint.")] = None,

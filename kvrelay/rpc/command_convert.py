@@ -53,7 +53,8 @@ def command_to_protos(command: Command) -> list[worker_pb2.Command]:
             )
             return [worker_pb2.Command(start=start)]
         case Abort():
-            return [worker_pb2.Command(abort=worker_pb2.Abort(request_id=command.request_id, attempt=command.attempt))]
+            abort = worker_pb2.Abort(request_id=command.request_id, attempt=command.attempt, sequence=command.sequence)
+            return [worker_pb2.Command(abort=abort)]
         case Drain():
             return [worker_pb2.Command(drain=worker_pb2.Drain(grace_s=command.grace_s))]
         case _ as never:
@@ -100,6 +101,7 @@ def _work_to_proto(work: Work) -> worker_pb2.Work:
         n=work.n,
         deadline_s=None if work.deadline_s is None else max(0.0, work.deadline_s),
         traceparent=work.traceparent,
+        no_prefix_cache=not work.prefix_cache,
     )
 
 
@@ -164,7 +166,8 @@ def _command_from_proto(proto: worker_pb2.Command, path: str = "command") -> Com
             return _start_from_proto(proto.start, f"{path}.start")
         case "abort":
             request_id = RequestId(text(proto.abort.request_id, f"{path}.abort.request_id"))
-            return Abort(request_id, proto.abort.attempt)
+            sequence = proto.abort.sequence if proto.abort.HasField("sequence") else None
+            return Abort(request_id, proto.abort.attempt, sequence)
         case "drain":
             return Drain(number(proto.drain.grace_s, f"{path}.drain.grace_s"))
         case "more_tokens" | None:
@@ -227,4 +230,5 @@ def _work_from_proto(proto: worker_pb2.Work, path: str) -> Work:
         n=at_least(proto.n, 1, f"{path}.n"),
         deadline_s=deadline,
         traceparent=proto.traceparent,
+        prefix_cache=not proto.no_prefix_cache,
     )

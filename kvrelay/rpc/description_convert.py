@@ -128,6 +128,7 @@ def description_to_proto(description: WorkerDescription) -> common_pb2.WorkerDes
         step_tokens=description.step_tokens,
         protocol_version=description.protocol_version,
         verify_kv=description.verify_kv,
+        prefix_cache=description.prefix_cache,
     )
 
 
@@ -149,6 +150,7 @@ def description_from_proto(proto: common_pb2.WorkerDescription, path: str = "des
         step_tokens=at_least(proto.step_tokens, 1, f"{path}.step_tokens"),
         protocol_version=at_least(proto.protocol_version, 1, f"{path}.protocol_version"),
         verify_kv=proto.verify_kv,
+        prefix_cache=proto.prefix_cache,
     )
 
 

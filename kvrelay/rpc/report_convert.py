@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from kvrelay.errors import InvalidArgument
 from kvrelay.requests import RequestId
+from kvrelay.rpc.block_convert import events_from_proto, events_to_proto
 from kvrelay.rpc.description_convert import (
     description_from_proto,
     description_to_proto,
@@ -17,7 +18,7 @@ from kvrelay.rpc.description_convert import (
     ticket_from_proto,
     ticket_to_proto,
 )
-from kvrelay.rpc.fields import number, one_of, present, text
+from kvrelay.rpc.fields import number, one_of, text
 from kvrelay.session import (
     MAX_FRAME_BYTES,
     ComputeRecord,
@@ -55,7 +56,9 @@ def _report_to_proto(report: Report) -> worker_pb2.Report:
     _add_tokens(proto, report.tokens)
     for reserved in report.reserved:
         proto.reserved.add(
-            request_id=reserved.request_id, attempt=reserved.attempt, ticket=ticket_to_proto(reserved.ticket)
+            request_id=reserved.request_id,
+            attempt=reserved.attempt,
+            ticket=None if reserved.ticket is None else ticket_to_proto(reserved.ticket),
         )
     for landed in report.landed:
         proto.landed.add(request_id=landed.request_id, attempt=landed.attempt)
@@ -63,6 +66,7 @@ def _report_to_proto(report: Report) -> worker_pb2.Report:
     proto.pushed.extend(map(_pushed_to_proto, report.pushed))
     proto.records.extend(map(_record_to_proto, report.records))
     proto.ended.extend(map(_ended_to_proto, report.ended))
+    proto.block_events.extend(map(events_to_proto, report.block_events))
     return proto
 
 
@@ -86,7 +90,7 @@ def _split(whole: worker_pb2.Report) -> Iterator[worker_pb2.Report]:
     if whole.HasField("welcome"):
         frame.welcome.CopyFrom(whole.welcome)
     size = frame.ByteSize()
-    for name in ("reserved", "refused", "tokens", "landed", "pushed", "records", "ended"):
+    for name in ("reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events"):
         for item in getattr(whole, name):
             item_size = item.ByteSize() + ITEM_HEADER
             if size + item_size > room and size:
@@ -120,6 +124,7 @@ def report_from_proto(proto: worker_pb2.Report, path: str = "report") -> Report:
         records=tuple(_record_from_proto(p, f"{path}.records[{i}]") for i, p in enumerate(proto.records)),
         ended=tuple(_ended_from_proto(p, f"{path}.ended[{i}]") for i, p in enumerate(proto.ended)),
         load=load,
+        block_events=tuple(events_from_proto(p, f"{path}.block_events[{i}]") for i, p in enumerate(proto.block_events)),
     )
 
 
@@ -136,9 +141,9 @@ def _tokens_from_proto(proto: worker_pb2.Report, path: str) -> tuple[TokenOut, .
 
 
 def _reserved_from_proto(proto: worker_pb2.Reserved, path: str) -> Reserved:
-    present(proto, "ticket", path)
     request_id = RequestId(text(proto.request_id, f"{path}.request_id"))
-    return Reserved(request_id, proto.attempt, ticket_from_proto(proto.ticket, f"{path}.ticket"))
+    ticket = ticket_from_proto(proto.ticket, f"{path}.ticket") if proto.HasField("ticket") else None
+    return Reserved(request_id, proto.attempt, ticket)
 
 
 def _refused_to_proto(refused: Refused) -> worker_pb2.Refused:
@@ -202,6 +207,7 @@ def _record_to_proto(record: ComputeRecord) -> worker_pb2.ComputeRecord:
         queued_s=record.queued_s,
         active_s=record.active_s,
         chunks=chunks,
+        num_cached_tokens=record.num_cached_tokens,
     )
 
 
@@ -216,6 +222,7 @@ def _record_from_proto(proto: worker_pb2.ComputeRecord, path: str) -> ComputeRec
         queued_s=number(proto.queued_s, f"{path}.queued_s"),
         active_s=number(proto.active_s, f"{path}.active_s"),
         chunks=tuple(chunks),
+        num_cached_tokens=proto.num_cached_tokens,
     )
 
 

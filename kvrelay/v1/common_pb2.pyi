@@ -287,6 +287,7 @@ class WorkerDescription(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     VERIFY_KV_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     incarnation: _builtins.str
@@ -300,6 +301,8 @@ class WorkerDescription(_message.Message):
     protocol_version: _builtins.int
     verify_kv: _builtins.bool
     """prefill: sends checksums of its blocks; decode: takes only blocks that have one."""
+    prefix_cache: _builtins.bool
+    """Full blocks are kept after their request ended."""
     @_builtins.property
     def model(self) -> Global___ModelIdentity: ...
     @_builtins.property
@@ -321,10 +324,11 @@ class WorkerDescription(_message.Message):
         step_tokens: _builtins.int = ...,
         protocol_version: _builtins.int = ...,
         verify_kv: _builtins.bool = ...,
+        prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "executor", b"executor", "incarnation", b"incarnation", "layouts", b"layouts", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "step_tokens", b"step_tokens", "transport", b"transport", "verify_kv", b"verify_kv", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "executor", b"executor", "incarnation", b"incarnation", "layouts", b"layouts", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "prefix_cache", b"prefix_cache", "protocol_version", b"protocol_version", "role", b"role", "step_tokens", b"step_tokens", "transport", b"transport", "verify_kv", b"verify_kv", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,6 +97,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the one model served."""
     text: _builtins.str
@@ -104,10 +105,12 @@ class GenerateRequest(_message.Message):
     """1 .. context - prompt; absent: the rest of the context."""
     ignore_eos: _builtins.bool
     n: _builtins.int
-    """Number of streams per prompt. Only 1 for now."""
+    """Sequences per prompt, 1 .. max_n: the prompt is computed once, each draws from a seed of its own."""
     cache_salt: _builtins.str
     client_request_id: _builtins.str
     """The caller's own label; never used as a key."""
+    prefix_cache: _builtins.bool
+    """false: neither use nor fill the cache of prompt blocks. Absent: true."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -137,10 +140,11 @@ class GenerateRequest(_message.Message):
         n: _builtins.int | None = ...,
         cache_salt: _builtins.str | None = ...,
         client_request_id: _builtins.str = ...,
+        prefix_cache: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_n", b"_n", "cache_salt", b"cache_salt", "chat", b"chat", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "chat", b"chat", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "n", b"n", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_n", b"_n", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -150,6 +154,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -161,12 +167,16 @@ class GenerateRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """With n sequences there are n messages with `finished`; the stream ends after the last one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
@@ -319,6 +329,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """Prompt tokens whose KV was found in a cache and not computed."""
     def __init__(
         self,
         *,
@@ -345,12 +356,15 @@ class HandOff(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     EXPOSED_S_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     num_blocks: _builtins.int
     num_bytes: _builtins.int
     seconds: _builtins.float
     exposed_s: _builtins.float
     """Landed minus token 0, by the prefill worker's clock."""
+    num_cached_blocks: _builtins.int
+    """Blocks that decode had cached: they were not moved."""
     def __init__(
         self,
         *,
@@ -359,10 +373,11 @@ class HandOff(_message.Message):
         num_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
         exposed_s: _builtins.float = ...,
+        num_cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_s", b"exposed_s", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_s", b"exposed_s", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_cached_blocks", b"num_cached_blocks", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

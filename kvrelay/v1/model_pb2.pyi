@@ -89,6 +89,7 @@ class GetModelResponse(_message.Message):
     MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    SMALLEST_CACHEABLE_PREFIX_FIELD_NUMBER: _builtins.int
     context_limit: _builtins.int
     """min(model context, tokens of the smallest pool of each role); a prompt has 1 .. limit - 1 tokens."""
     max_stop_strings: _builtins.int
@@ -97,6 +98,8 @@ class GetModelResponse(_message.Message):
     max_request_bytes: _builtins.int
     block_size: _builtins.int
     chat_template: _builtins.bool
+    smallest_cacheable_prefix: _builtins.int
+    """A prompt of so many tokens, sent again, has a cached part; a shorter one never has. 0: nothing is cached."""
     @_builtins.property
     def identity(self) -> _common_pb2.ModelIdentity: ...
     @_builtins.property
@@ -113,10 +116,11 @@ class GetModelResponse(_message.Message):
         max_request_bytes: _builtins.int = ...,
         block_size: _builtins.int = ...,
         chat_template: _builtins.bool = ...,
+        smallest_cacheable_prefix: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template", b"chat_template", "context_limit", b"context_limit", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_n", b"max_n", "max_request_bytes", b"max_request_bytes", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template", b"chat_template", "context_limit", b"context_limit", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_n", b"max_n", "max_request_bytes", b"max_request_bytes", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "smallest_cacheable_prefix", b"smallest_cacheable_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

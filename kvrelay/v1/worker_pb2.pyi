@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvrelay.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,25 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _BlockEventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockEventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_EVENT_KIND_UNSPECIFIED: _BlockEventKind.ValueType  # 0
+    BLOCK_EVENT_KIND_STORED: _BlockEventKind.ValueType  # 1
+    BLOCK_EVENT_KIND_EVICTED: _BlockEventKind.ValueType  # 2
+    BLOCK_EVENT_KIND_CLEARED: _BlockEventKind.ValueType  # 3
+
+class BlockEventKind(_BlockEventKind, metaclass=_BlockEventKindEnumTypeWrapper): ...
+
+BLOCK_EVENT_KIND_UNSPECIFIED: BlockEventKind.ValueType  # 0
+BLOCK_EVENT_KIND_STORED: BlockEventKind.ValueType  # 1
+BLOCK_EVENT_KIND_EVICTED: BlockEventKind.ValueType  # 2
+BLOCK_EVENT_KIND_CLEARED: BlockEventKind.ValueType  # 3
+Global___BlockEventKind: _TypeAlias = BlockEventKind  # noqa: Y015
 
 @_typing.final
 class PrefillServiceDescribeRequest(_message.Message):
@@ -178,6 +198,102 @@ class DecodeServiceSessionResponse(_message.Message):
 Global___DecodeServiceSessionResponse: _TypeAlias = DecodeServiceSessionResponse  # noqa: Y015
 
 @_typing.final
+class PrefillServiceListBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceListBlocksRequest: _TypeAlias = PrefillServiceListBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PrefillServiceListBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> Global___BlockList: ...
+    def __init__(
+        self,
+        *,
+        blocks: Global___BlockList | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceListBlocksResponse: _TypeAlias = PrefillServiceListBlocksResponse  # noqa: Y015
+
+@_typing.final
+class DecodeServiceListBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeServiceListBlocksRequest: _TypeAlias = DecodeServiceListBlocksRequest  # noqa: Y015
+
+@_typing.final
+class DecodeServiceListBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> Global___BlockList: ...
+    def __init__(
+        self,
+        *,
+        blocks: Global___BlockList | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeServiceListBlocksResponse: _TypeAlias = DecodeServiceListBlocksResponse  # noqa: Y015
+
+@_typing.final
+class BlockList(_message.Message):
+    """A piece of a worker's cached keys; all pieces of one answer say the same `next`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    next: _builtins.int
+    """Number of the next block event: the list is true up to the one before."""
+    keys: _builtins.bytes
+    """Keys of 32 bytes each, one after the other."""
+    def __init__(
+        self,
+        *,
+        next: _builtins.int = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "next", b"next"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockList: _TypeAlias = BlockList  # noqa: Y015
+
+@_typing.final
 class Command(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -296,6 +412,7 @@ class Work(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    NO_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_token_ids: _builtins.int
@@ -309,6 +426,8 @@ class Work(_message.Message):
     deadline_s: _builtins.float
     """Time left; absent without a deadline."""
     traceparent: _builtins.str
+    no_prefix_cache: _builtins.bool
+    """Neither use nor fill the cache of full blocks."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The first of them; num_token_ids says how many there are in all."""
@@ -334,10 +453,11 @@ class Work(_message.Message):
         n: _builtins.int = ...,
         deadline_s: _builtins.float | None = ...,
         traceparent: _builtins.str = ...,
+        no_prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "first_index", b"first_index", "max_tokens", b"max_tokens", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "num_token_ids", b"num_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "first_index", b"first_index", "max_tokens", b"max_tokens", "n", b"n", "no_prefix_cache", b"no_prefix_cache", "num_prompt_tokens", b"num_prompt_tokens", "num_token_ids", b"num_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -452,19 +572,25 @@ class Abort(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
+    sequence: _builtins.int
+    """Only this sequence; absent: all."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sequence: _TypeAlias = _typing.Literal["sequence"]  # noqa: Y015
+    _WhichOneofArgType__sequence: _TypeAlias = _typing.Literal["_sequence", b"_sequence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence) -> _WhichOneofReturnType__sequence | None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
@@ -509,7 +635,9 @@ Global___MoreTokens: _TypeAlias = MoreTokens  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """One message per engine step and session. A reader takes the lists in the order of their numbers."""
+    """One message per engine step and session. A reader takes the lists in the order of their numbers, records before
+    tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -525,6 +653,7 @@ class Report(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BLOCK_EVENTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     sent_at_s: _builtins.float
     heartbeat_seq: _builtins.int
@@ -546,6 +675,8 @@ class Report(_message.Message):
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ended]: ...
     @_builtins.property
     def load(self) -> _common_pb2.Load: ...
+    @_builtins.property
+    def block_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvents]: ...
     def __init__(
         self,
         *,
@@ -561,10 +692,11 @@ class Report(_message.Message):
         records: _abc.Iterable[Global___ComputeRecord] | None = ...,
         ended: _abc.Iterable[Global___Ended] | None = ...,
         load: _common_pb2.Load | None = ...,
+        block_events: _abc.Iterable[Global___BlockEvents] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "heartbeat_seq", b"heartbeat_seq", "landed", b"landed", "load", b"load", "pushed", b"pushed", "records", b"records", "refused", b"refused", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "step_id", b"step_id", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "ended", b"ended", "heartbeat_seq", b"heartbeat_seq", "landed", b"landed", "load", b"load", "pushed", b"pushed", "records", b"records", "refused", b"refused", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "step_id", b"step_id", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -580,7 +712,9 @@ class Reserved(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     @_builtins.property
-    def ticket(self) -> _common_pb2.Ticket: ...
+    def ticket(self) -> _common_pb2.Ticket:
+        """Absent: the worker computes the prompt itself."""
+
     def __init__(
         self,
         *,
@@ -595,6 +729,56 @@ class Reserved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserved: _TypeAlias = Reserved  # noqa: Y015
+
+@_typing.final
+class BlockEvents(_message.Message):
+    """What happened to a worker's cache: event numbers first, first + 1, ..."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        runs: _abc.Iterable[Global___BlockRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
+
+@_typing.final
+class BlockRun(_message.Message):
+    """Events of one kind, one after the other. Each key is one event; so is CLEARED, which names none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    kind: Global___BlockEventKind.ValueType
+    keys: _builtins.bytes
+    """Keys of 32 bytes each, one after the other."""
+    def __init__(
+        self,
+        *,
+        kind: Global___BlockEventKind.ValueType = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRun: _TypeAlias = BlockRun  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
@@ -734,10 +918,13 @@ class ComputeRecord(_message.Message):
     QUEUED_S_FIELD_NUMBER: _builtins.int
     ACTIVE_S_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     queued_s: _builtins.float
     active_s: _builtins.float
+    num_cached_tokens: _builtins.int
+    """Known tokens whose KV was found in the worker's cache."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkRecord]: ...
     def __init__(
@@ -748,10 +935,11 @@ class ComputeRecord(_message.Message):
         queued_s: _builtins.float = ...,
         active_s: _builtins.float = ...,
         chunks: _abc.Iterable[Global___ChunkRecord] | None = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_s", b"active_s", "attempt", b"attempt", "chunks", b"chunks", "queued_s", b"queued_s", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_s", b"active_s", "attempt", b"attempt", "chunks", b"chunks", "num_cached_tokens", b"num_cached_tokens", "queued_s", b"queued_s", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,11 @@ class PrefillServiceStub:
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceSessionRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceSessionResponse.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_stream(
+                '/kvrelay.v1.PrefillService/ListBlocks',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceListBlocksRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceListBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -63,6 +68,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """Everything the worker caches, for a coordinator that missed block events.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceSessionRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceSessionResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceListBlocksRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.PrefillServiceListBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -142,6 +159,33 @@ class PrefillService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.PrefillService/ListBlocks',
+            kvrelay_dot_v1_dot_worker__pb2.PrefillServiceListBlocksRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.PrefillServiceListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class DecodeServiceStub:
     """On a decode worker, dialled by coordinators.
@@ -163,6 +207,11 @@ class DecodeServiceStub:
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceSessionRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceSessionResponse.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_stream(
+                '/kvrelay.v1.DecodeService/ListBlocks',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceListBlocksRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceListBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -181,6 +230,13 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """Everything the worker caches, for a coordinator that missed block events.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +249,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceSessionRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceSessionResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceListBlocksRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.DecodeServiceListBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,6 +311,33 @@ class DecodeService:
             '/kvrelay.v1.DecodeService/Session',
             kvrelay_dot_v1_dot_worker__pb2.DecodeServiceSessionRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.DecodeServiceSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.DecodeService/ListBlocks',
+            kvrelay_dot_v1_dot_worker__pb2.DecodeServiceListBlocksRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.DecodeServiceListBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefillServiceDescribeRequest, _worker_pb2.PrefillServiceDescribeResponse]
     Session: _grpc.StreamStreamMultiCallable[_worker_pb2.PrefillServiceSessionRequest, _worker_pb2.PrefillServiceSessionResponse]
+    ListBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillServiceListBlocksRequest, _worker_pb2.PrefillServiceListBlocksResponse]
+    """Everything the worker caches, for a coordinator that missed block events."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -43,6 +45,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefillServiceDescribeRequest, _worker_pb2.PrefillServiceDescribeResponse]  # type: ignore[assignment]
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.PrefillServiceSessionRequest, _worker_pb2.PrefillServiceSessionResponse]  # type: ignore[assignment]
+    ListBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillServiceListBlocksRequest, _worker_pb2.PrefillServiceListBlocksResponse]  # type: ignore[assignment]
+    """Everything the worker caches, for a coordinator that missed block events."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """On a prefill worker, dialled by coordinators."""
@@ -61,6 +65,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PrefillServiceSessionResponse], _abc.AsyncIterator[_worker_pb2.PrefillServiceSessionResponse]]: ...
 
+    @_abc_1.abstractmethod
+    def ListBlocks(
+        self,
+        request: _worker_pb2.PrefillServiceListBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.PrefillServiceListBlocksResponse], _abc.AsyncIterator[_worker_pb2.PrefillServiceListBlocksResponse]]:
+        """Everything the worker caches, for a coordinator that missed block events."""
+
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class DecodeServiceStub:
@@ -72,6 +84,8 @@ class DecodeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DecodeServiceDescribeRequest, _worker_pb2.DecodeServiceDescribeResponse]
     Session: _grpc.StreamStreamMultiCallable[_worker_pb2.DecodeServiceSessionRequest, _worker_pb2.DecodeServiceSessionResponse]
+    ListBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.DecodeServiceListBlocksRequest, _worker_pb2.DecodeServiceListBlocksResponse]
+    """Everything the worker caches, for a coordinator that missed block events."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -80,6 +94,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DecodeServiceDescribeRequest, _worker_pb2.DecodeServiceDescribeResponse]  # type: ignore[assignment]
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.DecodeServiceSessionRequest, _worker_pb2.DecodeServiceSessionResponse]  # type: ignore[assignment]
+    ListBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.DecodeServiceListBlocksRequest, _worker_pb2.DecodeServiceListBlocksResponse]  # type: ignore[assignment]
+    """Everything the worker caches, for a coordinator that missed block events."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """On a decode worker, dialled by coordinators."""
@@ -97,5 +113,13 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.DecodeServiceSessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeServiceSessionResponse], _abc.AsyncIterator[_worker_pb2.DecodeServiceSessionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListBlocks(
+        self,
+        request: _worker_pb2.DecodeServiceListBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeServiceListBlocksResponse], _abc.AsyncIterator[_worker_pb2.DecodeServiceListBlocksResponse]]:
+        """Everything the worker caches, for a coordinator that missed block events."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
