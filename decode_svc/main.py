@@ -94,7 +94,9 @@ class DecodeMain:
         shell.links = _DecodeLinks(links)
         shell.hub = SessionHub(shell.mailbox, description, shell.load)
         server.add(
-            worker_pb2_grpc.add_DecodeServiceServicer_to_server, DecodeService(shell.hub), "kvrelay.v1.DecodeService"
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server,
+            DecodeService(shell.hub, shell.block_lists),
+            "kvrelay.v1.DecodeService",
         )
         server.add(link_pb2_grpc.add_LinkServiceServicer_to_server, LinkService(links), "kvrelay.v1.LinkService")
 

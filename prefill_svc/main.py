@@ -98,7 +98,7 @@ class PrefillMain:
         shell.hub = SessionHub(shell.mailbox, description, shell.load)
         server.add(
             worker_pb2_grpc.add_PrefillServiceServicer_to_server,
-            PrefillService(shell.hub),
+            PrefillService(shell.hub, shell.block_lists),
             "kvrelay.v1.PrefillService",
         )
 

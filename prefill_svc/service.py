@@ -1,4 +1,4 @@
-"""kvrelay.v1.PrefillService: the wire of a prefill worker's sessions. Knows no prefilling."""
+"""kvrelay.v1.PrefillService: a prefill worker's sessions and its list of blocks on the wire. Knows no prefilling."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from kvrelay.rpc.block_convert import list_to_protos
 from kvrelay.rpc.convert import description_to_proto, load_to_proto, report_to_protos
 from kvrelay.session import Report
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from worker.block_lists import BlockLists
 from worker.session_hub import SessionHub
 from worker.wire import commands_of
 
@@ -17,8 +19,8 @@ Response = worker_pb2.PrefillServiceSessionResponse
 
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, hub: SessionHub) -> None:
-        self._hub = hub
+    def __init__(self, hub: SessionHub, block_lists: BlockLists) -> None:
+        self._hub, self._block_lists = hub, block_lists
 
     async def Describe(
         self, request: worker_pb2.PrefillServiceDescribeRequest, context: object
@@ -36,3 +38,13 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                 await context.write(Response(report=proto))
 
         await self._hub.serve(commands_of(request_iterator), write)
+
+    async def ListBlocks(  # type: ignore[override]  # as above
+        self,
+        request: worker_pb2.PrefillServiceListBlocksRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.PrefillServiceListBlocksRequest, worker_pb2.PrefillServiceListBlocksResponse
+        ],
+    ) -> None:
+        for blocks in list_to_protos(await self._block_lists.ask()):
+            await context.write(worker_pb2.PrefillServiceListBlocksResponse(blocks=blocks))

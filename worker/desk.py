@@ -17,8 +17,20 @@ from kvrelay.requests import SequenceKey
 from kvrelay.session import Abort, Drain, Ended, Load, TokenOut
 from kvtransfer.actions import Count
 from worker.attempts import A, Attempts, key_of
+from worker.cache_news import CachedBlocks, CacheNews
 from worker.drain import DrainTimes
-from worker.events import Action, CommandReceived, DrainAsked, Event, Leave, SendReport, SessionClosed, SessionOpened
+from worker.events import (
+    Action,
+    BlocksAsked,
+    BlocksListed,
+    CommandReceived,
+    DrainAsked,
+    Event,
+    Leave,
+    SendReport,
+    SessionClosed,
+    SessionOpened,
+)
 from worker.outbox import Item, Outbox
 from worker.throughput import Throughput
 
@@ -27,9 +39,15 @@ PAUSE_S = 2.0
 
 
 class Desk(Generic[A]):
-    """actions: what the core wants done, besides reports, since they were last taken."""
+    """actions: what the core wants done, besides reports, since they were last taken. cache: None without one."""
 
-    def __init__(self, drop: Callable[[A, float], None], kept: Callable[[A, bool], bool]) -> None:
+    def __init__(
+        self,
+        drop: Callable[[A, float], None],
+        kept: Callable[[A, bool], bool],
+        *,
+        cache: CachedBlocks | None = None,
+    ) -> None:
         self.attempts: Attempts[A] = Attempts()
         self.actions: list[Action] = []
         self.counters: Counter[str] = Counter()
@@ -41,6 +59,7 @@ class Desk(Generic[A]):
         self._has_moved = False
         self._moved_at = self._asked_at = 0.0
         self._outbox = Outbox()
+        self._news = CacheNews(cache)
 
     @property
     def draining(self) -> bool:
@@ -50,15 +69,19 @@ class Desk(Generic[A]):
         """Sessions that open and close, and the commands that both roles take alike. Other events are ignored."""
         if isinstance(event, SessionOpened):
             self._outbox.open(event.session)
+            self._news.open(event.session, now)
         elif isinstance(event, SessionClosed):
             for attempt in self.attempts.of_session(event.session):
                 self._drop(attempt, now)
             self._outbox.close(event.session)
+            self._news.close(event.session)
         elif isinstance(event, CommandReceived):
             if isinstance(event.command, Abort):
                 self._abort(event, event.command, now)
             elif isinstance(event.command, Drain):
                 self._begin_drain(event.command.grace_s, now)
+        elif isinstance(event, BlocksAsked):
+            self.actions.append(BlocksListed(event.token, self._news.whole(now)))
         elif isinstance(event, DrainAsked):
             self._begin_drain(event.grace_s, now)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.plan import Plan, Result
+from kvrelay.blocks import BlockList
 from kvrelay.link import ToDecode, ToPrefill
 from kvrelay.requests import Incarnation, SessionId, WorkerId
 from kvrelay.session import Command, Load, Report
@@ -43,6 +44,13 @@ class DrainAsked:
     """This process was told to go: as the command Drain, from nobody's session."""
 
     grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAsked:
+    """Somebody wants to know everything that is cached; the answer, BlocksListed, names the token."""
+
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ Event = (
     | SessionClosed
     | CommandReceived
     | DrainAsked
+    | BlocksAsked
     | LinkOpened
     | FromPrefill
     | FromDecode
@@ -131,7 +140,15 @@ class Leave:
     grace_s: float
 
 
-Action = SendReport | OpenLink | DropPeer | Leave | Reply | Send | Post | Expect | Unexpect | ExitProcess
+@dataclass(frozen=True, slots=True)
+class BlocksListed:
+    """The answer to BlocksAsked."""
+
+    token: int
+    blocks: BlockList
+
+
+Action = SendReport | OpenLink | DropPeer | Leave | BlocksListed | Reply | Send | Post | Expect | Unexpect | ExitProcess
 
 
 class Core(Protocol):

@@ -25,9 +25,10 @@ from kvrelay.requests import Incarnation, WorkerId
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
 from kvrelay.session import WorkerDescription
+from worker.block_lists import BlockLists
 from worker.drain import Leaving, is_quiet
 from worker.engine_thread import EngineThread
-from worker.events import Core
+from worker.events import Core, Event
 from worker.health import watch
 from worker.mailbox import Mailbox
 from worker.registration import Registration
@@ -59,7 +60,8 @@ async def _main(
     loop = asyncio.get_running_loop()
     incarnation = Incarnation(secrets.token_hex(8))
     peer_calls = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="peers")
-    shell = Shell(config, incarnation, Mailbox(), loop, asyncio.Event(), peer_calls)
+    mailbox: Mailbox[Event] = Mailbox()
+    shell = Shell(config, incarnation, mailbox, loop, asyncio.Event(), peer_calls, BlockLists(mailbox))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shell.on_signal)
     # A stopped prefill worker answers no ping: closing its link would say that it is dead, and it may still write.
@@ -132,6 +134,7 @@ def _describe(shell: Shell, role: RoleMain, executor: Executor, port: int) -> Wo
         max_sequences=config.max_sequences,
         step_tokens=config.step_tokens,
         verify_kv=config.verify_kv,
+        prefix_cache=config.prefix_cache,
     )
 
 

@@ -26,9 +26,21 @@ from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
 from kvtransfer.transports.base import TransportEvent, WriteFailed
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.nixl import NixlTransport
+from worker.block_lists import BlockLists
 from worker.drain import DrainTimes
 from worker.engine_thread import EngineThread
-from worker.events import Action, Core, DrainAsked, DropPeer, Event, Leave, OpenLink, SendReport, TransportHappened
+from worker.events import (
+    Action,
+    BlocksListed,
+    Core,
+    DrainAsked,
+    DropPeer,
+    Event,
+    Leave,
+    OpenLink,
+    SendReport,
+    TransportHappened,
+)
 from worker.mailbox import Mailbox
 from worker.session_hub import SessionHub
 
@@ -59,6 +71,7 @@ class Shell:
     stop: asyncio.Event
     peer_calls: concurrent.futures.ThreadPoolExecutor
     """One thread, for calls that wait for the transport: a peer is dropped and added in the order decided."""
+    block_lists: BlockLists
     num_signals: int = 0
     exit_code: int = 0
     times: DrainTimes | None = None
@@ -116,6 +129,8 @@ class Shell:
         for action in actions:
             if isinstance(action, SendReport):
                 self.hub.send(action.session, action.report)
+            elif isinstance(action, BlocksListed):
+                self.block_lists.deliver(action)
             elif isinstance(action, Reply | Send | OpenLink):
                 self.links.deliver(action)
 
