@@ -33,8 +33,9 @@ from sim.memory import Fabric, LedgerPool, Member, OneSided
 from sim.network import End, Network
 from sim.ways import Ways, requests_of
 from sim.world import Node, World
+from worker.block_lists import BlockLists
 from worker.engine_turn import EngineTurn
-from worker.events import Action, DropPeer, Event, Leave, OpenLink, SendReport, TransportHappened
+from worker.events import Action, BlocksListed, DropPeer, Event, Leave, OpenLink, SendReport, TransportHappened
 from worker.link_client import LinkClient
 from worker.link_server import LinkServer
 from worker.mailbox import Mailbox
@@ -109,6 +110,7 @@ class WorkerNode:
         self._turn = EngineTurn(self.core, self._deliver, self.node.clock)
         self.load: Load = self.core.load(self.node.clock())
         self.description = self._describe()
+        self.block_lists = BlockLists(self.mailbox)
         self.hub = SessionHub(self.mailbox, self.description, lambda: self.load)
         self._open_doors()
         self.node.on_death.append(lambda: net.died(self.node))
@@ -184,7 +186,7 @@ class WorkerNode:
 
     def _open_doors(self) -> None:
         identity, name = builtin_identity("hash"), WorkerId(self.shape.name)
-        doors = {"session": self._session}
+        doors = {"session": self._session, "blocks": self._list_blocks}
         if self.shape.role is Role.PREFILL:
             layout, transport = self.executor.layout, self.shape.transport
             verify = self.shape.verify_kv
@@ -247,6 +249,8 @@ class WorkerNode:
         for action in actions:
             if isinstance(action, SendReport):
                 self.hub.send(action.session, action.report)
+            elif isinstance(action, BlocksListed):
+                self.block_lists.deliver(action)
             elif isinstance(action, Post):
                 self._post(action)
             elif isinstance(action, DropPeer):
@@ -302,6 +306,9 @@ class WorkerNode:
             await end.write(report)
 
         await self.hub.serve(requests_of(end), write)
+
+    async def _list_blocks(self, end: End) -> None:
+        await end.write(await self.block_lists.ask())
 
     async def _link(self, end: End) -> None:
         assert isinstance(self._links, LinkServer)

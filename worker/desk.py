@@ -2,12 +2,15 @@
 
 A core owns one desk. `drop` is its own way to let go of an attempt wherever it stands; `kept(attempt, moving)` says
 whether a worker that drains keeps it: one that has begun, and at the end of the grace (moving) hardly any.
+An attempt is kept under the key of its sequence 0. If it runs as several sequences, `drop_sequence` lets go of one of
+them, and `open_sequences` names those that are not over: each gets an ending of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Generic
 
 from engine.block_pool import BlockPool
@@ -46,6 +49,8 @@ class Desk(Generic[A]):
         drop: Callable[[A, float], None],
         kept: Callable[[A, bool], bool],
         *,
+        drop_sequence: Callable[[A, int, float], None] | None = None,
+        open_sequences: Callable[[A], Iterable[int]] = lambda _: (0,),
         cache: CachedBlocks | None = None,
     ) -> None:
         self.attempts: Attempts[A] = Attempts()
@@ -55,6 +60,8 @@ class Desk(Generic[A]):
         self.step_id = 0
         self._drop = drop
         self._kept = kept
+        self._drop_sequence = drop_sequence
+        self._open_sequences = open_sequences
         self._drain: DrainTimes | None = None
         self._has_moved = False
         self._moved_at = self._asked_at = 0.0
@@ -89,9 +96,12 @@ class Desk(Generic[A]):
         key = key_of(event.session, command.request_id, command.attempt)
         attempt = self.attempts.get(key)
         if attempt is None:
-            self.attempts.bury(key)
-        else:
+            if command.sequence is None:  # one sequence is told to end only after the attempt has begun
+                self.attempts.bury(key)
+        elif command.sequence is None or self._drop_sequence is None:
             self._drop(attempt, now)
+        else:
+            self._drop_sequence(attempt, command.sequence, now)
 
     def _begin_drain(self, grace_s: float, now: float) -> None:
         """What has not begun is given back at once, so that another worker takes it up soon."""
@@ -103,10 +113,8 @@ class Desk(Generic[A]):
     def _give_back(self, moving: bool, now: float) -> None:
         for attempt in self.attempts:
             if not self._kept(attempt, moving):
-                self._drop(attempt, now)
                 self.counters["moved" if moving else "given_back"] += 1
-                key, message = attempt.key, "draining: moved" if moving else "draining"
-                self.tell(key, Ended(key.request_id, key.attempt, key.sequence, "failed", "Unavailable", message))
+                self._drop_failed(attempt, "Unavailable", "draining: moved" if moving else "draining", now)
 
     def _move_rest(self, now: float) -> None:
         """The grace is nearly over: another worker goes on with what is left."""
@@ -115,9 +123,9 @@ class Desk(Generic[A]):
             self._give_back(moving=True, now=now)
 
     def next_due(self) -> float | None:
-        """When `expire` has something to do."""
+        """When `expire` has something to do, or a report for what the cache did."""
         move_at = None if self._drain is None or self._has_moved else self._drain.move_at
-        due = [at for at in (move_at, self.attempts.next_deadline()) if at is not None]
+        due = [at for at in (move_at, self.attempts.next_deadline(), self._news.next_due()) if at is not None]
         return min(due, default=None)
 
     def is_news(self, key: SequenceKey) -> bool:
@@ -134,8 +142,25 @@ class Desk(Generic[A]):
 
     def end(self, key: SequenceKey, reason: str, code: str = "", message: str = "") -> None:
         """Forget an attempt that holds nothing any more, and say so. One that is unknown has been told already."""
-        if self.attempts.remove(key) is not None:
-            self.tell(key, Ended(key.request_id, key.attempt, key.sequence, reason, code, message))
+        attempt = self.attempts.remove(_whole(key))
+        if attempt is not None:
+            self._tell_ended(key, tuple(self._open_sequences(attempt)), reason, code, message)
+
+    def end_sequence(self, key: SequenceKey, reason: str, code: str = "", message: str = "") -> None:
+        """Say that one sequence is over while its attempt lives on. Of an unknown attempt all has been told already."""
+        if self.attempts.get(_whole(key)) is not None:
+            self._tell_ended(key, (key.sequence,), reason, code, message)
+
+    def _tell_ended(
+        self, key: SequenceKey, sequences: tuple[int, ...], reason: str, code: str = "", message: str = ""
+    ) -> None:
+        for sequence in sequences:
+            self.tell(key, Ended(key.request_id, key.attempt, sequence, reason, code, message))
+
+    def _drop_failed(self, attempt: A, code: str, message: str, now: float) -> None:
+        sequences = tuple(self._open_sequences(attempt))
+        self._drop(attempt, now)
+        self._tell_ended(attempt.key, sequences, "failed", code, message)
 
     def count(self, action: Count) -> None:
         self.counters[action.name] += action.by
@@ -144,10 +169,7 @@ class Desk(Generic[A]):
         """Let go of every attempt whose deadline has passed, and of what a worker that drains may not keep longer."""
         self._move_rest(now)
         for attempt in self.attempts.expired(now):
-            key = attempt.key
-            self._drop(attempt, now)
-            ended = Ended(key.request_id, key.attempt, key.sequence, "failed", "DeadlineExceeded", "deadline passed")
-            self.tell(key, ended)
+            self._drop_failed(attempt, "DeadlineExceeded", "deadline passed", now)
 
     def moved(self, now: float) -> None:
         """A token was computed, or a block arrived or left."""
@@ -161,7 +183,14 @@ class Desk(Generic[A]):
         return now - self._moved_at
 
     def take_actions(self, load: Load, now: float) -> list[Action]:
-        """Everything collected, then one report for each session that has something to hear."""
+        """Everything collected, then one report for each session that has something to hear.
+
+        What the cache did goes with it; alone it makes a report only once it has waited for one.
+        """
+        self._news.look(now)
+        for session in {*self._outbox.speaking(), *self._news.due(now)}:
+            for events in self._news.take(session):
+                self._outbox.add(session, events)
         reports = self._outbox.drain(self.step_id, now, load)
         actions, self.actions = self.actions, []
         return [*actions, *(SendReport(session, report) for session, report in reports)]
@@ -177,3 +206,8 @@ class Desk(Generic[A]):
             draining=self.draining,
             counters=tuple(sorted(self.counters.items())),
         )
+
+
+def _whole(key: SequenceKey) -> SequenceKey:
+    """The key that the attempt of a sequence is kept under."""
+    return key if key.sequence == 0 else replace(key, sequence=0)

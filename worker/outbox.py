@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from kvrelay.blocks import BlockEvents
 from kvrelay.requests import SessionId
 from kvrelay.session import (
     ComputeRecord,
@@ -18,7 +19,7 @@ from kvrelay.session import (
     TokenOut,
 )
 
-Item = Reserved | Refused | TokenOut | Landed | Pushed | ComputeRecord | Ended
+Item = Reserved | Refused | TokenOut | Landed | Pushed | ComputeRecord | Ended | BlockEvents
 
 
 @dataclass(slots=True)
@@ -52,6 +53,10 @@ class Outbox:
         for page in self._pages.values():
             page.due = True
 
+    def speaking(self) -> list[SessionId]:
+        """Sessions that get a report next: what is added for them now goes with it."""
+        return [session for session, page in self._pages.items() if page.items or page.due]
+
     def drain(self, step_id: int, now: float, load: Load) -> list[tuple[SessionId, Report]]:
         """A report for every session that has something to hear; items keep their order within each kind."""
         reports = []
@@ -74,6 +79,7 @@ class Outbox:
                         records=tuple(taken[ComputeRecord]),  # type: ignore[arg-type]
                         ended=tuple(taken[Ended]),  # type: ignore[arg-type]
                         load=load,
+                        block_events=tuple(taken[BlockEvents]),  # type: ignore[arg-type]
                     ),
                 )
             )

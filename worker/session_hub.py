@@ -41,7 +41,7 @@ log = structlog.get_logger("worker.session")
 
 UNREAD_LIMIT_S = 10.0
 UNREAD_LIMIT_ITEMS = 4 * 1024 * 1024 // 40
-"""4 MiB of the smallest items (a token is about 40 bytes on the wire)."""
+"""4 MiB of the smallest items (a token is about 40 bytes on the wire, and so is the key of a block event)."""
 LAST_WORDS_S = 1.0
 CHECK_S = 0.25
 
@@ -69,6 +69,7 @@ class _Session:
         self.pending.append(report)
         self.num_items += len(report.tokens) + len(report.ended) + len(report.reserved) + len(report.refused)
         self.num_items += len(report.landed) + len(report.pushed) + len(report.records)
+        self.num_items += sum(1 + events.next - events.first for events in report.block_events)
         if self.num_items > UNREAD_LIMIT_ITEMS:
             self.end("the coordinator does not read its reports")
         self.something.set()
