@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay import link, session
-from kvrelay.blocks import BlockCounts, BlockTable, KVLayout, Ticket, blocks_for
+from kvrelay.blocks import (
+    BlockCounts,
+    BlockEventKind,
+    BlockEvents,
+    BlockKey,
+    BlockRun,
+    BlockTable,
+    KVLayout,
+    Ticket,
+    blocks_for,
+)
 from kvrelay.errors import InvalidArgument, KVRelayError, Unimplemented
 from kvrelay.requests import Role, Sampling, StopRule
 from kvrelay.rpc import convert
@@ -70,6 +80,7 @@ def works(draw: st.DrawFn) -> session.Work:
         n=draw(U32_POSITIVE),
         deadline_s=draw(st.none() | SECONDS),
         traceparent=draw(TEXT),
+        prefix_cache=draw(st.booleans()),
     )
 
 
@@ -89,6 +100,8 @@ descriptions = st.builds(
     max_sequences=U32_POSITIVE,
     step_tokens=U32_POSITIVE,
     protocol_version=U32_POSITIVE,
+    verify_kv=st.booleans(),
+    prefix_cache=st.booleans(),
 )
 loads = st.builds(
     session.Load,
@@ -110,7 +123,7 @@ commands = st.one_of(
     st.builds(session.Prefill, works(), st.none() | destinations),
     st.builds(session.Reserve, works(), st.booleans()),
     st.builds(session.Start, NAME, U32, st.lists(U32, min_size=1, max_size=4).map(tuple)),
-    st.builds(session.Abort, NAME, U32),
+    st.builds(session.Abort, NAME, U32, st.none() | U32),
     st.builds(session.Drain, SECONDS),
 )
 token_outs = st.builds(session.TokenOut, NAME, U32, U32, U32, st.integers(0, 2**63 - 1))
@@ -121,6 +134,7 @@ records = st.builds(
     SECONDS,
     SECONDS,
     st.lists(st.tuples(SECONDS, SECONDS, U32), max_size=3).map(tuple),
+    U32,
 )
 endings = st.builds(session.Ended, NAME, U32, U32, st.sampled_from(["stop", "length", "aborted", "failed"]), NAME, TEXT)
 
@@ -129,13 +143,20 @@ def tuples(items: st.SearchStrategy) -> st.SearchStrategy:
     return st.lists(items, max_size=3).map(tuple)
 
 
+key_runs = st.builds(
+    BlockRun,
+    st.sampled_from([BlockEventKind.STORED, BlockEventKind.EVICTED]),
+    st.lists(st.binary(min_size=32, max_size=32).map(BlockKey), min_size=1, max_size=3).map(tuple),
+)
+runs = key_runs | st.just(BlockRun(BlockEventKind.CLEARED))
+block_events = st.builds(BlockEvents, st.integers(1, 2**64 - 1), tuples(runs))
 reports = st.builds(
     session.Report,
     step_id=U64,
     sent_at_s=SECONDS,
     heartbeat_seq=U64,
     welcome=st.none() | descriptions,
-    reserved=tuples(st.builds(session.Reserved, NAME, U32, tickets())),
+    reserved=tuples(st.builds(session.Reserved, NAME, U32, st.none() | tickets())),
     refused=tuples(st.builds(session.Refused, NAME, U32, NAME, TEXT, TEXT, st.none() | SECONDS)),
     tokens=tuples(token_outs),
     landed=tuples(st.builds(session.Landed, NAME, U32)),
@@ -143,6 +164,7 @@ reports = st.builds(
     records=tuples(records),
     ended=tuples(endings),
     load=st.none() | loads,
+    block_events=tuples(block_events),
 )
 to_decode = st.one_of(
     st.builds(link.LinkHello, NAME, NAME, NAME, NAME, layouts, NAME, st.binary(max_size=8), U32_POSITIVE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from kvrelay.blocks import BlockCounts, BlockTable, Ticket
+from kvrelay.blocks import BlockCounts, BlockEventKind, BlockEvents, BlockKey, BlockRun, BlockTable, Ticket
 from kvrelay.requests import Incarnation, RequestId
 from kvrelay.session import (
     ComputeRecord,
@@ -34,6 +34,7 @@ def report_of(name: str, step_id: int) -> Report:
         records=(ComputeRecord(request, 1, 0.1, 0.2),),
         ended=(Ended(request, 1, 0, "length"),),
         load=Load(BlockCounts(8, 8), running=step_id),
+        block_events=(BlockEvents(step_id, (BlockRun(BlockEventKind.STORED, (BlockKey(bytes([step_id]) * 32),)),)),),
     )
 
 
@@ -41,7 +42,7 @@ def test_a_merged_report_holds_every_item_of_both_in_order_and_the_later_figures
     first, second = report_of("a", 1), report_of("b", 2)
     merged = first.merge(second)
     lists = [f.name for f in fields(Report) if isinstance(getattr(first, f.name), tuple)]
-    assert lists == ["reserved", "refused", "tokens", "landed", "pushed", "records", "ended"]
+    assert lists == ["reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events"]
     for name in lists:
         assert getattr(merged, name) == getattr(first, name) + getattr(second, name), name
     assert (merged.step_id, merged.sent_at_s, merged.heartbeat_seq) == (2, 2.0, 2)

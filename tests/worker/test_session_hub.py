@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay import fault_points
-from kvrelay.blocks import BlockCounts, KVLayout
+from kvrelay.blocks import BlockCounts, BlockEventKind, BlockEvents, BlockKey, BlockRun, KVLayout
 from kvrelay.errors import FailedPrecondition, InvalidArgument
 from kvrelay.requests import Incarnation, RequestId, Role, SessionId, WorkerId
 from kvrelay.session import (
@@ -202,6 +202,23 @@ async def test_a_session_with_too_much_pending_is_ended(
     c.reading.clear()
     hub.send(S1, Report(tokens=tuple(token(i) for i in range(101))))
     c.reading.set()
+    await asyncio.wait_for(c.task, 5)
+    assert box.take(0)[-1] == SessionClosed(S1)
+
+
+async def test_the_keys_of_block_events_count_as_items_that_go_unread(
+    hub: SessionHub, box: Mailbox[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_hub, "UNREAD_LIMIT_ITEMS", 100)
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    await c.until_reports(1)
+    keys = tuple(BlockKey(bytes([i]) * 32) for i in range(60))
+    first, second = (BlockEvents(at, (BlockRun(BlockEventKind.STORED, keys),)) for at in (1, 61))
+    hub.send(S1, Report(block_events=(first,)))
+    assert (await c.until_reports(2))[1].block_events == (first,)
+    assert hub.num_sessions == 1
+    hub.send(S1, Report(block_events=(first, second)))
     await asyncio.wait_for(c.task, 5)
     assert box.take(0)[-1] == SessionClosed(S1)
 
