@@ -1,7 +1,8 @@
 """Who may come in, and how long who waits may hope: limits, and roles that are without a worker. Knows no sessions.
 
-A role whose last worker went is waited for: a restart within NO_WORKER_GRACE_S fails no request, new or open. A role
-that never had a worker is not.
+Decode workers alone can do everything, as they compute prompts where there is no prefill worker; prefill workers alone
+can do what ends with its first token. A role whose last worker went is waited for: a restart within NO_WORKER_GRACE_S
+fails no request, new or open. A role that never had a worker is not.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ class Admission:
                 just_gone = True
         return just_gone
 
-    def hopeless(self, role: Role, now: float) -> bool:
-        """Whether a request that needs this role waits for nothing."""
-        return now - self._gone_at.get(role, math.inf) >= NO_WORKER_GRACE_S
+    def hopeless(self, needs_decode: bool, now: float) -> str:
+        """What such a request waits for in vain: `decode worker` or `worker`; empty while there is hope."""
+        gone = {role for role, at in self._gone_at.items() if now - at >= NO_WORKER_GRACE_S}
+        if gone == set(Role):
+            return "worker"
+        return "decode worker" if needs_decode and Role.DECODE in gone else ""
 
     def check(self, needs_decode: bool, num_open: int, num_queued: int, now: float) -> None:
         """Raises at once what keeps a new request out: no worker, too many streams, a full queue."""
-        for role in (Role.PREFILL, Role.DECODE) if needs_decode else (Role.PREFILL,):
-            if self.hopeless(role, now):
-                raise Unavailable(f"no {role} worker has a session here", retry_after_s=RETRY_AFTER_S)
+        missing = self.hopeless(needs_decode, now)
+        if missing:
+            raise Unavailable(f"no {missing} has a session here", retry_after_s=RETRY_AFTER_S)
         full = self.full(num_open, num_queued)
         if full is not None:
             raise full

@@ -21,6 +21,7 @@ from coordinator.moves import end
 from coordinator.output import OutputText
 from coordinator.records import keep_computed, keep_pushed
 from coordinator.roster import Roster
+from coordinator.router import Rules
 from coordinator.states import Phase, RequestFacts, State, Tries
 from coordinator.stream import StreamBuffer
 from coordinator.waiting import WaitingLine
@@ -43,7 +44,7 @@ class Dispatcher:
         self._roster = roster
         self._live: dict[RequestId, Live] = {}
         self._open: dict[RequestId, StreamBuffer] = {}
-        self._queue = WaitingLine(config.local_prefill_below)
+        self._queue = WaitingLine(Rules(config.router, config.local_prefill_below))
         self._serial = 0
         self._pump_scheduled = False
         self._admission = Admission(config)
@@ -54,6 +55,11 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def routes_by_keys(self) -> bool:
+        """Whether the router looks at what a request's prompt begins with."""
+        return self._config.router == "cache_aware" and self._roster.caches
 
     @property
     def num_open(self) -> int:
@@ -168,13 +174,12 @@ class Dispatcher:
 
     def _sweep_queue(self, now: float) -> None:
         self._look(now)
-        for role in Role:
-            if self._admission.hopeless(role, now):
-                for live in self._queue.lives():
-                    if role is Role.PREFILL or live.needs_decode:
-                        before = f": {live.lost[-1].loss.words}" if live.lost and live.lost[-1].loss else ""
-                        error = Unavailable(f"no {role} worker is left{before}", retry_after_s=RETRY_AFTER_S)
-                        self._feed(live, ev.StreamFailed(error))
+        for live in self._queue.lives():
+            missing = self._admission.hopeless(live.needs_decode, now)
+            if missing:
+                before = f": {live.lost[-1].loss.words}" if live.lost and live.lost[-1].loss else ""
+                error = Unavailable(f"no {missing} is left{before}", retry_after_s=RETRY_AFTER_S)
+                self._feed(live, ev.StreamFailed(error))
 
     # events in
 
@@ -261,10 +266,11 @@ class Dispatcher:
             found = self._queue.take(self._roster.snapshot(), now)
             if found is None:
                 return
-            live, placement = found
+            live, routed = found
+            placement = routed.placement
             live.attempt.placement, live.attempt.routed_at = placement, now
             for worker in (placement.prefill, placement.decode):
                 if worker is not None:
-                    self._roster.assign(worker, live.id, live.num_known_tokens)
+                    self._roster.assign(worker, live.id, routed.share(worker))
             live.attempt.placed_at = time.monotonic()
             self._feed(live, ev.Place(placement, live.journal.token_ids))

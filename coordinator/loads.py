@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.router import DecodeView, PrefillView
+from coordinator.views import DecodeView, PrefillView, Share
 from kvrelay.blocks import blocks_for
 from kvrelay.requests import RequestId
 from kvrelay.session import Load, WorkerDescription
@@ -18,7 +18,7 @@ LOADS_UNTIL_SEEN = 2
 
 @dataclass(slots=True)
 class _Assignment:
-    num_tokens: int
+    share: Share
     loads_left: int | None = None
     """Loads until the worker's own figures contain it; None: not sent, or not answered."""
 
@@ -32,8 +32,8 @@ class WorkerLoad:
         self.last_assigned = 0
         self._assigned: dict[RequestId, _Assignment] = {}
 
-    def assign(self, request_id: RequestId, num_tokens: int, serial: int) -> None:
-        self._assigned[request_id] = _Assignment(num_tokens)
+    def assign(self, request_id: RequestId, share: Share, serial: int) -> None:
+        self._assigned[request_id] = _Assignment(share)
         self.last_assigned = serial
 
     def sent(self, request_id: RequestId) -> None:
@@ -58,8 +58,8 @@ class WorkerLoad:
     def prefill_view(self, silent: bool) -> PrefillView:
         """ticketed_tokens is never more than what was assigned here: a stale report must not hold up the queue."""
         load = self.load
-        total = sum(a.num_tokens for a in self._assigned.values())
-        queued = (load.queued_tokens if load else 0) + self._unseen_tokens()
+        total = sum(a.share.to_compute for a in self._assigned.values())
+        queued = self._queued_tokens()
         return PrefillView(
             worker_id=self.description.worker_id,
             queued_tokens=queued,
@@ -69,14 +69,15 @@ class WorkerLoad:
             last_assigned=self.last_assigned,
             total_blocks=self.description.num_blocks,
             block_size=self.description.layout.block_size,
+            filled=1.0 - load.blocks.free / load.blocks.total if load and load.blocks.total else 0.0,
         )
 
     def decode_view(self, silent: bool) -> DecodeView:
         load = self.load
         size = self.description.layout.block_size
-        unseen = [a for a in self._assigned.values() if a.loads_left != 0]
-        promised = sum(blocks_for(a.num_tokens + 1, size) for a in unseen)
-        busy = (load.running + load.waiting if load else 0) + len(unseen)
+        unseen = self._unseen()
+        promised = sum(blocks_for(share.num_tokens + 1, size) + share.num_sequences - 1 for share in unseen)
+        busy = (load.running + load.waiting if load else 0) + sum(share.num_sequences for share in unseen)
         free = (load.blocks.free + load.blocks.cached if load else 0) - promised
         return DecodeView(
             worker_id=self.description.worker_id,
@@ -88,7 +89,12 @@ class WorkerLoad:
             block_size=size,
             usable=load is not None and not load.draining and not silent,
             last_assigned=self.last_assigned,
+            cached_blocks=min(load.blocks.cached, max(0, free)) if load else 0,
+            queued_tokens=self._queued_tokens(),
         )
 
-    def _unseen_tokens(self) -> int:
-        return sum(a.num_tokens for a in self._assigned.values() if a.loads_left != 0)
+    def _queued_tokens(self) -> int:
+        return (self.load.queued_tokens if self.load else 0) + sum(share.to_compute for share in self._unseen())
+
+    def _unseen(self) -> list[Share]:
+        return [a.share for a in self._assigned.values() if a.loads_left != 0]

@@ -1,7 +1,7 @@
 """A coordinator process, from configuration to exit code.
 
 1. Read what is served (model facts, tokenizer), set up tracing.
-2. Bind; `on_ready` hears the address. Readiness follows once a prefill and a decode worker have a session.
+2. Bind; `on_ready` hears the address. Readiness follows once a decode worker has a session: it can do everything.
 3. SIGTERM or SIGINT: new calls are refused, open ones get GRACE_S, what is left ends UNAVAILABLE; exit 0.
 A background task that dies takes the process with it: never half alive.
 """
@@ -153,10 +153,10 @@ class Coordinator:
         self._tokenizing.close()
 
     async def _keep_readiness(self) -> None:
-        """InferenceService is ready while a worker of each role has a session."""
+        """InferenceService is ready while a decode worker has a session."""
         ready = False
         while True:
-            now = self.roster.has(Role.PREFILL) and self.roster.has(Role.DECODE)
+            now = self.roster.has(Role.DECODE)
             if now != ready:
                 ready = now
                 await self.server.set_ready(ready, INFERENCE)

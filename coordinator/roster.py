@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import structlog
 
 from coordinator import registry as rg
+from coordinator.cached_blocks import CachedBlocks
 from coordinator.loads import WorkerLoad
-from coordinator.router import Snapshot
-from coordinator.session_wire import Dial, dial_worker
+from coordinator.session_wire import Dial, ListBlocks, dial_worker, list_blocks
 from coordinator.sessions import WorkerSession
+from coordinator.views import Share, Snapshot
 from kvrelay.errors import KVRelayError, NotFound
 from kvrelay.fault_points import fault_point
 from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
@@ -40,14 +41,22 @@ class RosterOwner(Protocol):
 
 
 class Roster:
-    def __init__(self, coordinator_id: str, served: rg.Served, dial: Dial = dial_worker) -> None:
+    def __init__(
+        self,
+        coordinator_id: str,
+        served: rg.Served,
+        dial: Dial = dial_worker,
+        list_blocks: ListBlocks = list_blocks,
+    ) -> None:
         self.coordinator_id = coordinator_id
         self.owner: RosterOwner | None = None
         self._state = rg.Registry(served)
         self._limit: int = served.model.max_context
-        """The context limit when a worker of each role was last up: who waits for one that went is held to it."""
+        """The context limit when every role seen so far was last up: who waits for one that went is held to it."""
+        self._roles_seen: set[Role] = set()
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._loads: dict[WorkerId, WorkerLoad] = {}
+        self._cached = CachedBlocks(list_blocks)
         self._dial_worker = dial
         self._serial = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -61,6 +70,11 @@ class Roster:
     @property
     def block_size(self) -> int:
         return next((d.layout.block_size for d in self._state.up), 0)
+
+    @property
+    def caches(self) -> bool:
+        """Whether any worker keeps blocks of requests that ended."""
+        return any(d.prefix_cache for d in self._state.up)
 
     def has(self, role: Role) -> bool:
         """Whether a worker of this role has a session. One that drains counts: its successor is waited for after it."""
@@ -80,7 +94,7 @@ class Roster:
                 prefill.append(load.prefill_view(unusable))
             else:
                 decode.append(load.decode_view(unusable))
-        return Snapshot(tuple(prefill), tuple(decode))
+        return Snapshot(tuple(prefill), tuple(decode), self._cached.index, self._serial)
 
     # what requests do to workers
 
@@ -96,10 +110,10 @@ class Roster:
             raise NotFound(f"no worker {worker!r} has a session here; there are: {known}", field="worker_id")
         self._sessions[worker].send(command)
 
-    def assign(self, worker: WorkerId, request_id: RequestId, num_tokens: int) -> None:
+    def assign(self, worker: WorkerId, request_id: RequestId, share: Share) -> None:
         if worker in self._loads:
             self._serial += 1
-            self._loads[worker].assign(request_id, num_tokens, self._serial)
+            self._loads[worker].assign(request_id, share, self._serial)
 
     def sent(self, worker: WorkerId, request_id: RequestId) -> None:
         if worker in self._loads:
@@ -126,6 +140,7 @@ class Roster:
             sessions = list(self._sessions.values())
             self._sessions.clear()
             self._loads.clear()
+            await self._cached.close()
             await asyncio.gather(*(s.close() for s in sessions), *self._tasks, return_exceptions=True)
 
     def announced(self, description: WorkerDescription) -> None:
@@ -146,6 +161,7 @@ class Roster:
         if self._sessions.get(welcome.worker_id) is not session:
             return
         self._loads[welcome.worker_id] = WorkerLoad(welcome)
+        self._cached.up(welcome)
         log.info("worker up", worker=welcome.worker_id, role=welcome.role.value, address=welcome.address)
         self._changed()
 
@@ -156,6 +172,7 @@ class Roster:
             return
         if report.load is not None:
             load.reported(report.load)
+        self._cached.heard(worker, report.block_events)
         if self.owner is not None:
             self.owner.on_report(worker, report)
 
@@ -177,6 +194,7 @@ class Roster:
         if self._loads.pop(worker, None) is None:
             log.info("dial failed", worker=worker, why=why)
             return
+        self._cached.lost(worker)
         log.warning("worker lost", worker=worker, why=why)
         if self.owner is not None:
             self.owner.on_worker_lost(worker, why)
@@ -188,7 +206,9 @@ class Roster:
 
     def _step(self, event: rg.Event) -> None:
         self._state, actions = rg.step(self._state, event, time.monotonic())
-        if {d.role for d in self._state.up} == set(Role):
+        roles = {d.role for d in self._state.up}
+        self._roles_seen |= roles
+        if roles == self._roles_seen:
             self._limit = rg.context_limit(self._state)
         refusal: KVRelayError | None = None
         for action in actions:

@@ -1,17 +1,25 @@
 """Which prefill and which decode worker take a request: a pure function of a snapshot. Knows no sessions and no clocks.
 
-Prefill goes to the worker with the fewest tokens still to compute, decode to the one with the fewest sequences, then
-the most free blocks. Ties go to the worker that was given a request longest ago, then to the smaller id. A worker whose
-whole pool is too small for a request is passed over while there is a larger one: pools may differ.
+Costs are counted in tokens computed until token 0 is there. Those of a pair are the sum of what it costs on prefill and
+what it costs on decode, so the best pair is the best of each role. Policies:
+- cache_aware: prefill where the fewest tokens are queued and uncached; decode where the least must be moved and the
+  load is lowest; a prefix that nobody caches goes where the queue, the load and then the pool are emptiest.
+- least_loaded: prefill by queued tokens, decode by sequences, then by free blocks. round_robin: who was given a request
+  longest ago. random: by a hash of the snapshot's serial.
+
+All pass over workers without room, and one whose whole pool is too small while there is a larger one, and take one that
+the request has just been lost with only if there is no other. With no prefill worker at all decode computes prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from coordinator.events import Placement
+from coordinator.views import DecodeView, PrefillView, Share, Snapshot, Want
 from kvrelay.blocks import blocks_for
 from kvrelay.requests import WorkerId
 
@@ -21,80 +29,66 @@ PASS_S = 2.0
 """How long smaller requests may pass a blocked head of the queue."""
 LOOK_AHEAD = 64
 """How many requests behind a blocked head are looked at."""
+MOVED_SHARE = 1 / 16
+"""Cost of moving a token's KV against computing it: far less time on every machine measured, and most of it passes
+while later tokens are computed; but a copy on another worker takes room there from prefixes that others want."""
+SEQUENCE_TOKENS = 8
+"""Cost of each sequence that a decode worker runs already: it makes every step longer. With MOVED_SHARE, one sequence
+less elsewhere is worth moving 128 tokens, about a turn of a conversation."""
+POOL_TOKENS = 64
+"""Cost of a pool in full use, where sequences are preempted: that of eight sequences."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillView:
-    """queued_tokens: reported and not yet computed, plus what was assigned and is not in a report yet.
+class Rules:
+    """policy: one of kvrelay.config.ROUTERS. Prompts with fewer uncached tokens than `local_prefill_below` are computed
+    by decode itself."""
 
-    ticketed_tokens: the part of it that came from this coordinator. total_blocks: of the pool, 0 if unknown.
-    """
-
-    worker_id: WorkerId
-    queued_tokens: int = 0
-    ticketed_tokens: int = 0
-    step_tokens: int = 512
-    usable: bool = True
-    last_assigned: int = 0
-    total_blocks: int = 0
-    block_size: int = 16
+    policy: str = "cache_aware"
+    local_prefill_below: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeView:
-    """sequences and free_blocks count what was assigned and is not in a report yet. total: blocks of the pool."""
+class Routed:
+    """A placement, and what each of its workers gets to do. num_uncached: tokens that are computed, where they are."""
 
-    worker_id: WorkerId
-    address: str
-    sequences: int = 0
-    max_sequences: int = 256
-    free_blocks: int = 0
-    total_blocks: int = 0
-    block_size: int = 16
-    usable: bool = True
-    last_assigned: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What the router may know. usable is false for workers that drain or stall."""
-
-    prefill: tuple[PrefillView, ...]
-    decode: tuple[DecodeView, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What the router needs to know of a request. needs_decode is false when the next token is all there is.
-
-    num_tokens: to be computed now; last_slots: token slots that the request fills if it goes on to its last token.
-    """
-
+    placement: Placement
     num_tokens: int
-    needs_decode: bool = True
-    blocked_since: float | None = None
-    not_before: float = 0.0
-    last_slots: int = 0
-    avoid: tuple[WorkerId | None, ...] = ()
+    num_uncached: int
+    num_sequences: int = 1
+
+    def share(self, worker: WorkerId) -> Share:
+        """Prefill computes; decode does so where there is no prefill."""
+        computes = worker == self.placement.prefill or self.placement.prefill is None
+        return Share(self.num_tokens, self.num_uncached if computes else 0, self.num_sequences)
 
 
-def route(snapshot: Snapshot, want: Want, local_prefill_below: int = 0) -> Placement | None:
-    """A placement that has room now, or None. Prompts under `local_prefill_below` are computed by decode itself."""
-    local = want.needs_decode and want.num_tokens < local_prefill_below
-    prefill = None if local else _pick_prefill(snapshot.prefill, want)
-    if prefill is None and not local:
+DEFAULT_RULES = Rules()
+
+
+def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Routed | None:
+    """A placement that has room now, or None. Caches are looked at only if somebody may have room."""
+    alone = not snapshot.prefill
+    prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v)]
+    decodes = [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
+    may_be_local = alone or (want.needs_decode and rules.local_prefill_below > 0)
+    if ((want.needs_decode or alone) and not decodes) or not (prefills or may_be_local):
         return None
-    if not want.needs_decode:
-        return Placement(prefill.worker_id if prefill else None, None)
-    decode = _pick_decode(snapshot.decode, want)
-    if decode is None:
+    look = _Look(want, rules.policy, snapshot.serial, _depths(snapshot, want, rules))
+    if may_be_local:
+        local = look.best_local(decodes, want.num_tokens + 1 if alone else rules.local_prefill_below)
+        if local is not None:
+            return look.routed(None, local)
+    prefill = look.best_prefill(prefills)
+    if prefill is None:
         return None
-    return Placement(prefill.worker_id if prefill else None, decode.worker_id, decode.address)
+    decode = look.best_decode(decodes) if want.needs_decode else None
+    return look.routed(prefill, decode) if decode is not None or not want.needs_decode else None
 
 
 def next_to_place(
-    queue: Sequence[Want], snapshot: Snapshot, now: float, local_prefill_below: int = 0
-) -> tuple[int, Placement] | None:
+    queue: Sequence[Want], snapshot: Snapshot, now: float, rules: Rules = DEFAULT_RULES
+) -> tuple[int, Routed] | None:
     """Position in the queue and placement of the request to place next, None when nobody can be placed now.
 
     First come, first served; past a head that has been blocked for less than PASS_S, smaller requests may go.
@@ -105,9 +99,9 @@ def next_to_place(
             continue
         if head is not None and want.num_tokens >= head.num_tokens:
             continue
-        placement = route(snapshot, want, local_prefill_below)
-        if placement is not None:
-            return position, placement
+        routed = route(snapshot, want, rules)
+        if routed is not None:
+            return position, routed
         if head is None:
             head = want
             if want.blocked_since is not None and now - want.blocked_since >= PASS_S:
@@ -115,35 +109,109 @@ def next_to_place(
     return None
 
 
-def _pick_prefill(views: Sequence[PrefillView], want: Want) -> PrefillView | None:
-    num_tokens = want.num_tokens
-    having_room = [
-        view
-        for view in _large_enough(views, num_tokens)
-        if view.usable
-        and (view.ticketed_tokens == 0 or view.ticketed_tokens + num_tokens <= TICKET_BUDGETS * view.step_tokens)
-    ]
-    return min(
-        having_room,
-        key=lambda v: (v.worker_id in want.avoid, v.queued_tokens, v.last_assigned, v.worker_id),
-        default=None,
-    )
+Order = tuple[bool | float | int | str, ...]
 
 
-def _pick_decode(views: Sequence[DecodeView], want: Want) -> DecodeView | None:
-    """An empty worker always takes one: what none can hold at all was refused before the queue."""
-    having_room = [
-        view
-        for view in _large_enough(views, want.last_slots)
-        if view.usable
-        and view.sequences < view.max_sequences
-        and (view.sequences == 0 or blocks_for(want.num_tokens + 1, view.block_size) <= view.free_blocks)
-    ]
-    return min(
-        having_room,
-        key=lambda v: (v.worker_id in want.avoid, v.sequences, -v.free_blocks, v.last_assigned, v.worker_id),
-        default=None,
-    )
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One request against the workers. depths: blocks of its prompt that each caches."""
+
+    want: Want
+    policy: str
+    serial: int
+    depths: Mapping[WorkerId, int]
+
+    def uncached(self, view: PrefillView | DecodeView) -> int:
+        """Tokens to compute there: of a prompt that is cached to its end, the last one."""
+        known = self.want.num_tokens
+        return known - min(self.depths.get(view.worker_id, 0) * view.block_size, known - 1)
+
+    def best_prefill(self, views: Sequence[PrefillView]) -> PrefillView | None:
+        having_budget = [
+            view
+            for view in views
+            if view.ticketed_tokens == 0
+            or view.ticketed_tokens + self.uncached(view) <= TICKET_BUDGETS * view.step_tokens
+        ]
+        return min(having_budget, key=self._prefill_order, default=None)
+
+    def best_decode(self, views: Sequence[DecodeView]) -> DecodeView | None:
+        return min(filter(self._has_blocks, views), key=self._decode_order, default=None)
+
+    def best_local(self, views: Sequence[DecodeView], below: int) -> DecodeView | None:
+        """Of the workers that would have to compute fewer tokens than `below`."""
+        few = [view for view in views if self.uncached(view) < below and self._has_blocks(view)]
+        return min(few, key=self._local_order, default=None)
+
+    def routed(self, prefill: PrefillView | None, decode: DecodeView | None) -> Routed:
+        computes = prefill or decode
+        assert computes is not None, "a placement has a worker"
+        placement = Placement(
+            prefill.worker_id if prefill else None,
+            decode.worker_id if decode else None,
+            decode.address if decode else "",
+        )
+        return Routed(placement, self.want.num_tokens, self.uncached(computes), self.want.num_sequences)
+
+    def _has_blocks(self, view: DecodeView) -> bool:
+        """An empty worker always takes one: what none can hold at all was refused before the queue.
+
+        Cached blocks that the request would use are in free_blocks, but for those that others use as well.
+        """
+        want = self.want
+        shared = max(
+            0, min(self.depths.get(view.worker_id, 0), want.num_tokens // view.block_size) - view.cached_blocks
+        )
+        need = blocks_for(want.num_tokens + 1, view.block_size) + want.num_sequences - 1 - shared
+        return view.sequences == 0 or need <= view.free_blocks
+
+    def _prefill_order(self, view: PrefillView) -> Order:
+        cost: Order
+        if self.policy == "cache_aware":
+            cost = (view.queued_tokens + self.uncached(view), view.filled)
+        else:
+            cost = (view.queued_tokens,) if self.policy == "least_loaded" else self._draw(view)
+        return (view.worker_id in self.want.avoid, *cost, view.last_assigned, view.worker_id)
+
+    def _decode_order(self, view: DecodeView) -> Order:
+        cost: Order
+        if self.policy == "cache_aware":
+            cost = (MOVED_SHARE * self.uncached(view) + _load(view), view.filled)
+        else:
+            cost = (view.sequences, -view.free_blocks) if self.policy == "least_loaded" else self._draw(view)
+        return (view.worker_id in self.want.avoid, *cost, view.last_assigned, view.worker_id)
+
+    def _local_order(self, view: DecodeView) -> Order:
+        """Nothing is moved, and a prompt waits for those that came before it."""
+        if self.policy != "cache_aware":
+            return self._decode_order(view)
+        cost = view.queued_tokens + self.uncached(view) + _load(view)
+        return (view.worker_id in self.want.avoid, cost, view.filled, view.last_assigned, view.worker_id)
+
+    def _draw(self, view: PrefillView | DecodeView) -> Order:
+        """Nothing for round_robin, which is left to last_assigned."""
+        if self.policy == "round_robin":
+            return ()
+        drawn = hashlib.blake2b(f"{self.serial} {view.worker_id}".encode(), digest_size=8).digest()
+        return (int.from_bytes(drawn, "little"),)
+
+
+def _depths(snapshot: Snapshot, want: Want, rules: Rules) -> Mapping[WorkerId, int]:
+    return snapshot.index.depths(want.keys) if want.keys and rules.policy == "cache_aware" else {}
+
+
+def _load(view: DecodeView) -> float:
+    return SEQUENCE_TOKENS * view.sequences + POOL_TOKENS * view.occupancy
+
+
+def _may_take(view: PrefillView) -> bool:
+    """Whether it would take a prompt of which it caches all but a token."""
+    return view.usable and (view.ticketed_tokens == 0 or view.ticketed_tokens < TICKET_BUDGETS * view.step_tokens)
+
+
+def _takes_more(view: DecodeView, want: Want) -> bool:
+    room = view.sequences + want.num_sequences <= view.max_sequences and view.free_blocks > 0
+    return view.usable and (view.sequences == 0 or room)
 
 
 V = TypeVar("V", PrefillView, DecodeView)

@@ -1,14 +1,16 @@
-"""A session's stream to one worker over gRPC, in the words of the vocabulary. Knows frames, not what they mean."""
+"""A session's stream to one worker over gRPC, and the list of what it caches. Knows frames, not what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 import grpc
 
+from kvrelay.blocks import BlockList
 from kvrelay.requests import Role
+from kvrelay.rpc.block_convert import list_from_protos
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.convert import command_to_protos, report_from_proto
 from kvrelay.rpc.status import from_rpc_error
@@ -26,6 +28,9 @@ class SessionCall(Protocol):
 
 Dial = Callable[[WorkerDescription], AbstractAsyncContextManager[SessionCall]]
 """Leaving the context ends the call, whatever its state."""
+ListBlocks = Callable[[WorkerDescription], Awaitable[BlockList]]
+"""Everything this worker caches now. Raises a KVRelayError when it does not say."""
+LIST_DEADLINE_S = 5.0
 
 
 class _GrpcCall:
@@ -56,6 +61,25 @@ async def dial_worker(description: WorkerDescription) -> AsyncIterator[SessionCa
             yield _GrpcCall(call, wrap)
         finally:
             call.cancel()
+
+
+async def list_blocks(description: WorkerDescription) -> BlockList:
+    """Asks the worker at this address. DeadlineExceeded after LIST_DEADLINE_S."""
+    async with open_channel(description.address) as channel:
+        try:
+            pages = _pages(channel, description.role)
+            return list_from_protos([response.blocks async for response in pages])
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def _pages(channel: grpc.aio.Channel, role: Role) -> AsyncIterator[Any]:
+    """The role's answers, each with a piece of the list."""
+    if role is Role.PREFILL:
+        prefill = worker_pb2.PrefillServiceListBlocksRequest()
+        return aiter(worker_pb2_grpc.PrefillServiceStub(channel).ListBlocks(prefill, timeout=LIST_DEADLINE_S))
+    decode = worker_pb2.DecodeServiceListBlocksRequest()
+    return aiter(worker_pb2_grpc.DecodeServiceStub(channel).ListBlocks(decode, timeout=LIST_DEADLINE_S))
 
 
 def _open(channel: grpc.aio.Channel, role: Role) -> tuple[Any, Callable[[worker_pb2.Command], Any]]:

@@ -1,6 +1,6 @@
 """Text <-> token ids and chat templates, for Hugging Face tokenizers and for plain bytes. Knows no requests, no wires.
 
-Uses the `tokenizers` library and jinja2 alone: a coordinator does not need transformers.
+Makes the keys of their blocks too, as both want a thread for what is long. Uses the `tokenizers` library and jinja2 alone: a coordinator does not need transformers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from coordinator.chat import ChatTemplate, load_template
 from coordinator.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from kvrelay.blocks import BlockKey, KeyScope, block_keys
 from kvrelay.errors import InvalidArgument, NotFound, ResourceExhausted
 
 LONG_TEXT = 2048
 """Characters from which on a text is encoded in a thread, about 3 ms: every stream waits while the loop stands."""
+MANY_TOKENS = 2048
+"""Tokens from which on the keys of their blocks are made in a thread, about 0.4 ms."""
 MAX_WAITING = 128
 BYTE_VOCAB = 258
 BYTE_EOS = 256
@@ -91,7 +94,7 @@ class HuggingFaceCodec:
 
 
 class Tokenizing:
-    """Owns the one thread that encodes long texts; `close` ends it. What waits for the thread is bounded."""
+    """Owns the one thread for long texts and prompts; `close` ends it. What waits for the thread is bounded."""
 
     def __init__(self, codec: TextCodec) -> None:
         self.codec = codec
@@ -108,6 +111,15 @@ class Tokenizing:
         if len(token_ids) < LONG_TEXT:
             return self.codec.decode(token_ids)
         return await self._in_thread(self.codec.decode, list(token_ids))
+
+    async def keys(self, scope: KeyScope, token_ids: Sequence[int], block_size: int) -> tuple[BlockKey, ...]:
+        """Keys of the full blocks; none when too many wait for the thread already, as nothing depends on them."""
+        if len(token_ids) < MANY_TOKENS:
+            return block_keys(scope, token_ids, block_size)
+        try:
+            return await self._in_thread(block_keys, scope, token_ids, block_size)
+        except ResourceExhausted:
+            return ()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         if self._waiting >= MAX_WAITING:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from bisect import insort
 
-from coordinator.events import Placement
 from coordinator.live import Live
-from coordinator.router import LOOK_AHEAD, Snapshot, next_to_place
+from coordinator.router import LOOK_AHEAD, Routed, Rules, next_to_place
+from coordinator.views import Snapshot
 
 
 class WaitingLine:
     """A request that comes back (no room after all) takes its old place."""
 
-    def __init__(self, local_prefill_below: int) -> None:
+    def __init__(self, rules: Rules) -> None:
         self._line: list[tuple[int, Live]] = []
-        self._local_prefill_below = local_prefill_below
+        self._rules = rules
 
     def __len__(self) -> int:
         return len(self._line)
@@ -31,16 +31,16 @@ class WaitingLine:
         if self._line:
             self._line = [entry for entry in self._line if entry[1] is not live]
 
-    def take(self, snapshot: Snapshot, now: float) -> tuple[Live, Placement] | None:
+    def take(self, snapshot: Snapshot, now: float) -> tuple[Live, Routed] | None:
         """Removes and returns the request to place next, with its placement; None when nobody can be placed now."""
         wants = [live.want() for _, live in self._line[:LOOK_AHEAD]]
-        found = next_to_place(wants, snapshot, now, self._local_prefill_below)
+        found = next_to_place(wants, snapshot, now, self._rules)
         if found is None or found[0]:
             self._mark_blocked(now)
         if found is None:
             return None
-        position, placement = found
-        return self._line.pop(position)[1], placement
+        position, routed = found
+        return self._line.pop(position)[1], routed
 
     def _mark_blocked(self, now: float) -> None:
         """The first request that could go but for lack of room; how long it may be passed is counted from here."""

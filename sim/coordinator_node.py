@@ -16,10 +16,13 @@ from coordinator.live import Live, Times
 from coordinator.output import OutputText
 from coordinator.registry import Served
 from coordinator.roster import Roster
+from coordinator.session_wire import LIST_DEADLINE_S
 from coordinator.states import RequestFacts
 from coordinator.stream import ErrorItem, FinishItem
 from coordinator.text import ByteCodec
+from kvrelay.blocks import BlockList
 from kvrelay.config import CoordinatorConfig
+from kvrelay.errors import Unavailable
 from kvrelay.models.builtin import builtin_identity
 from kvrelay.requests import RequestId, Sampling, StopRule
 from kvrelay.session import Command, Report, WorkerDescription
@@ -45,7 +48,7 @@ class CoordinatorNode:
         self.world, self.net, self.name = world, net, name
         self.node = Node(world, name)
         self.address = f"{name}:1"
-        self.roster = Roster(f"{name}.{life}", Served(builtin_identity("hash"), "hash"), self._dial)
+        self.roster = Roster(f"{name}.{life}", Served(builtin_identity("hash"), "hash"), self._dial, self._list_blocks)
         self.dispatcher = Dispatcher(config, self.roster)
         self.roster.owner = EmissionCheck(self.dispatcher)
         self._codec = ByteCodec()
@@ -63,6 +66,20 @@ class CoordinatorNode:
             yield _SessionCall(end)
         finally:
             end.close()
+
+    async def _list_blocks(self, description: WorkerDescription) -> BlockList:
+        try:
+            async with asyncio.timeout(LIST_DEADLINE_S):
+                end = await self.net.connect(self.node, description.address, "blocks")
+                try:
+                    blocks: BlockList | None = await end.read()
+                finally:
+                    end.close()
+        except TimeoutError:
+            raise Unavailable("no answer to the question what is cached") from None
+        if blocks is None:
+            raise Unavailable("the answer did not come")
+        return blocks
 
     async def _announced(self, end: End) -> None:
         description, leaving = await end.read()
