@@ -41,9 +41,22 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The sequence lost its blocks and will be computed again from its known tokens; nothing a client sees changes."""
+    """The sequence lost its blocks; nothing a client sees changes.
+
+    num_tokens: computed so far, to be computed again unless swapped, which keeps them in host memory.
+    """
 
     key: SequenceKey
+    num_tokens: int = 0
+    swapped: bool = False
 
 
-Event = Computed | Sampled | Finished | Preempted
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Admitted with so many tokens computed already: cached, or swapped in again. Comes with the apply of that step."""
+
+    key: SequenceKey
+    num_tokens: int
+
+
+Event = Computed | Sampled | Finished | Preempted | Matched

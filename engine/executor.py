@@ -20,8 +20,12 @@ class Executor(Protocol):
     def pool(self) -> HostPool:
         """Where KV lies: block tables of plans point into it, transports read and write it."""
 
+    @property
+    def swap(self) -> HostPool | None:
+        """Host memory for blocks of preempted sequences; None: plans must not swap."""
+
     def run(self, plan: Plan) -> Result:
-        """Write the KV of every row of the plan, and sample one token for each slice with `samples`."""
+        """Carry out the plan's moves, write the KV of all its rows, and sample for each slice with `samples`."""
 
     def close(self) -> None:
         """Let go of memory and threads. The executor is not used afterwards."""

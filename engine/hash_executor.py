@@ -12,8 +12,10 @@ import hashlib
 from collections.abc import Callable
 
 from engine.memory import HostPool
+from engine.moves import carry_out
 from engine.plan import Plan, Result, SequenceSlice
 from kvrelay.blocks import KVLayout
+from kvrelay.requests import Sampling
 
 HEAD_DIM = 32
 
@@ -37,6 +39,7 @@ class HashExecutor:
         eos_token_id: int = 257,
         step_seconds: float = 0.0,
         pause: Callable[[float], None] | None = None,
+        swap_blocks: int = 0,
     ) -> None:
         if not 0 <= eos_token_id < vocab_size:
             raise ValueError(f"eos_token_id {eos_token_id} is not in a vocabulary of {vocab_size}")
@@ -44,6 +47,7 @@ class HashExecutor:
             raise ValueError("step_seconds needs a pause function")
         self.layout = hash_layout(block_size)
         self.pool = HostPool(self.layout, num_blocks)
+        self.swap = HostPool(self.layout, swap_blocks) if swap_blocks else None
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self._step_seconds = step_seconds
@@ -51,17 +55,20 @@ class HashExecutor:
 
     def run(self, plan: Plan) -> Result:
         """Slices are computed one after another; a sequence reads nothing but its own blocks."""
+        carry_out(plan, self.pool, self.swap)
         token_ids = []
         for rows in plan.slices:
             prefix = self._write_rows(rows)
             if rows.samples:
-                token_ids.append(self._next_token(prefix, rows))
+                token_ids += [self._next_token(prefix, s, rows.index) for s in (rows.sampling, *rows.forks)]
         if self._pause is not None and self._step_seconds > 0:
             self._pause(self._step_seconds)
         return Result(plan.step_id, tuple(token_ids))
 
     def close(self) -> None:
         self.pool.close()
+        if self.swap is not None:
+            self.swap.close()
 
     def _write_rows(self, rows: SequenceSlice) -> hashlib.blake2b:
         """Write the K and V rows of a slice; returns the hash state after all rows up to its last.
@@ -99,8 +106,8 @@ class HashExecutor:
         self.pool.write(block_id, slot * HEAD_DIM, data[:HEAD_DIM])
         self.pool.write(block_id, tile + slot * HEAD_DIM, data[HEAD_DIM:])
 
-    def _next_token(self, prefix: hashlib.blake2b, rows: SequenceSlice) -> int:
+    def _next_token(self, prefix: hashlib.blake2b, sampling: Sampling, index: int) -> int:
         state = hashlib.blake2b(prefix.digest(), digest_size=8)
-        if not rows.sampling.greedy:
-            state.update(b"seed %d index %d" % (rows.sampling.seed, rows.index))
+        if not sampling.greedy:
+            state.update(b"seed %d index %d" % (sampling.seed, index))
         return int.from_bytes(state.digest(), "little") % self.vocab_size

@@ -43,8 +43,8 @@ class SequenceSlice:
 class Plan:
     """One step. Decoding sequences come first, then chunks of prompts.
 
-    Blocks are moved before anything is computed, in this order: swap_out (block id, host slot), swap_in (host slot,
-    block id), copies (source id, target id).
+    Blocks are moved before anything is computed, in this order: swap_out (block id, host slot), copies (source id,
+    target id), swap_in (host slot, block id).
     """
 
     step_id: int

@@ -1,4 +1,4 @@
-"""Decides what each step computes: budgets, chunks, admission, preemption. Knows no tensors, clocks or services.
+"""Decides what each step computes: budgets, chunks, admission, forks. Knows no tensors, clocks or services.
 
 There is no prefill phase and no decode phase: each sequence has *known* tokens and *computed* tokens (KV exists), and
 a step computes some of the difference. A sequence whose prompt was computed elsewhere merely starts with more of them.
@@ -6,25 +6,32 @@ a step computes some of the difference. A sequence whose prompt was computed els
 The life of a sequence here:
 1. add: those that own blocks for all known tokens (handed over) are `ready`, the others `waiting` in FIFO order.
 2. admit: ready ones when a row is free; waiting ones when their whole known length + 1 fits into free blocks that are
-   promised to nobody. The missing blocks are then promised, and taken as tokens are computed.
+   promised to nobody. Cached blocks of their prefix are held at once (engine.prefixes); the missing ones are promised,
+   and taken as tokens are computed.
 3. schedule: decodes first, oldest first; then chunks of admitted prompts; then new prompts while budget is left.
-4. apply: what was planned is computed; a slice that reached the last known token samples one more.
+4. apply: what was planned is computed, full blocks are published; a slice that reached the last known token samples
+   one more, and with n > 1 one for each sequence that goes on from here: they share all blocks, the last partial one
+   until somebody writes to it (engine.room).
 5. out of blocks: the youngest sequences not in this plan give theirs up (preempted), just enough of them, and go to the
-   front of the queue with nothing computed. If that would not suffice nobody is preempted and the sequence waits. So
-   the oldest always moves on.
+   front of the queue, swapped out or with nothing computed. If that would not suffice nobody is preempted and the
+   sequence waits. So the oldest always moves on.
 6. end: a stop rule fires or abort is called; the blocks are released. If a plan in flight uses them, that waits for
    apply; if the sequence ended with its prompt, for the next schedule, so that a push can retain them first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.admission import Admission
 from engine.block_pool import BlockPool
-from engine.events import Computed, Event, Finished, Preempted, Sampled
+from engine.events import Computed, Event, Finished, Sampled
 from engine.plan import Plan, Result, SequenceSlice
+from engine.prefixes import Prefix, Prefixes
 from engine.queues import Queues
+from engine.room import Room
 from engine.sequence import SequenceState
+from engine.swap_space import SwapSpace
 from kvrelay.blocks import BlockTable, blocks_for
 from kvrelay.requests import SequenceKey, SequenceSpec
 
@@ -32,8 +39,8 @@ MAX_PASSES = 16
 """Steps in which younger prompts may be admitted past one that does not fit; then it blocks those behind it."""
 LOOKAHEAD = 64
 """Waiting prompts looked at in one step."""
-CAUTIOUS_AFTER = 2
-"""Preemptions after which a sequence is admitted only when blocks for all it can ever use are promised to it."""
+MATCHED_AHEAD = 4
+"""So many of them are matched with the cache even if they do not fit without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +63,22 @@ class Budgets:
 
 
 class Scheduler:
-    """One per engine. It owns the blocks of its sequences; all calls come from the engine thread."""
+    """One per engine. It owns the blocks of its sequences; all calls come from the engine thread.
 
-    def __init__(self, pool: BlockPool, block_size: int, budgets: Budgets) -> None:
+    fingerprint: of the model, for the keys of cached blocks. swap_slots: blocks that fit the executor's host memory.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, budgets: Budgets, *, fingerprint: str = "", swap_slots: int = 0
+    ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._budgets = budgets
         self._sequences: dict[SequenceKey, SequenceState] = {}
         self._queues = Queues()
+        self.prefixes = Prefixes(pool, block_size, fingerprint)
+        self.room = Room(pool, block_size, self._queues, SwapSpace(swap_slots))
+        self._admission = Admission(pool, block_size, self._queues, self.prefixes, self.room)
         self._queued_tokens = 0
         self._num_arrivals = 0
         self._num_steps = 0
@@ -72,7 +87,6 @@ class Scheduler:
         self._slices: list[SequenceSlice] = []
         self._last_resort = False
         self._max_prompt_tokens: int | None = None
-        self._events: list[Preempted] = []  # of schedule, handed out by the next apply
         self._ended: list[SequenceState] = []  # released by the next schedule
 
     @property
@@ -97,7 +111,7 @@ class Scheduler:
     def spare_blocks(self) -> int:
         """Free blocks that may go to others (tickets) without taking what sequences here are about to need:
         promised blocks, one for each running sequence, and those the first waiting prompt is waiting for."""
-        head = self._missing_blocks(self._queues.waiting[0]) if self._queues.waiting else 0
+        head = self._admission.missing(self._queues.waiting[0]) if self._queues.waiting else 0
         return max(0, self._pool.num_free - self._queues.promised - len(self._queues.running) - head)
 
     def fits_alone(self, spec: SequenceSpec) -> bool:
@@ -105,10 +119,19 @@ class Scheduler:
         slots = spec.num_prompt_tokens + spec.stop.max_tokens - 1
         return blocks_for(slots, self._block_size) <= self._pool.num_blocks
 
-    def add(self, spec: SequenceSpec, *, block_ids: tuple[int, ...] = (), num_computed: int = 0) -> None:
+    def add(
+        self,
+        spec: SequenceSpec,
+        *,
+        block_ids: tuple[int, ...] = (),
+        num_computed: int = 0,
+        prefix: Prefix | None = None,
+        shared: bool = False,
+    ) -> None:
         """Queue a sequence whose first num_computed tokens have their KV in block_ids.
 
         The scheduler takes over the caller's reference to each block and releases it when the sequence ends.
+        prefix: of its first tokens, if the caller has it already. shared: others refer to its last block too.
         """
         assert spec.key not in self._sequences, f"{spec.key} is already here"
         assert 0 <= num_computed < len(spec.token_ids), f"{num_computed} of {len(spec.token_ids)} tokens computed"
@@ -117,10 +140,20 @@ class Scheduler:
         slots = len(block_ids) * self._block_size
         assert num_computed <= slots, f"{num_computed} computed tokens in {len(block_ids)} blocks"
         seq = SequenceState(spec, self._num_arrivals, block_ids, num_computed, slots)
+        prefix = prefix or self.prefixes.of(spec)
+        if prefix is not None:
+            seq.chain, seq.keys = prefix.chain.copy(), list(prefix.keys)
+            self.prefixes.publish(seq)
+        seq.shared_tail = shared
+        self._enter(seq)
+
+    def _enter(self, seq: SequenceState) -> None:
+        """Those of which one token is left to compute lack at most one block, which they take as they go on."""
         self._num_arrivals += 1
-        self._sequences[spec.key] = seq
+        self._sequences[seq.spec.key] = seq
         self._queued_tokens += seq.num_uncomputed
-        (self._queues.ready if slots >= len(seq.known) else self._queues.waiting).append(seq)
+        is_ready = seq.num_computed > 0 and (seq.num_uncomputed == 1 or seq.slots >= len(seq.known))
+        (self._queues.ready if is_ready else self._queues.waiting).append(seq)
 
     def abort(self, key: SequenceKey) -> bool:
         """Forget a sequence and release its blocks, at apply if a plan in flight uses them. False if it is not here."""
@@ -131,7 +164,7 @@ class Scheduler:
         if seq.planned:
             seq.aborted = True
         else:
-            self._release(seq)
+            self.room.release(seq)
         return True
 
     def schedule(self, max_prompt_tokens: int | None = None) -> Plan | None:
@@ -142,7 +175,7 @@ class Scheduler:
         self._max_prompt_tokens = max_prompt_tokens
         assert self._plan is None, f"step {self._num_steps} was not applied"
         while self._ended:
-            self._release(self._ended.pop())
+            self.room.release(self._ended.pop())
         while self._queues.ready and len(self._queues.running) < self._budgets.max_sequences:
             self._queues.run(self._queues.ready.popleft(), promised=0)
         self._plan_slices()
@@ -150,10 +183,13 @@ class Scheduler:
             self._last_resort = True
             self._plan_slices()
             self._last_resort = False
+        room = self.room
+        self._queued_tokens += room.take_lost() - self._admission.take_found()
         if not self._slices:
             return None
         self._num_steps += 1
-        self._plan = Plan(self._num_steps, tuple(self._slices))
+        moves = tuple(room.copies), tuple(room.swap_out), tuple(room.swap_in)
+        self._plan = Plan(self._num_steps, tuple(self._slices), *moves)
         self._slices = []
         return self._plan
 
@@ -166,25 +202,50 @@ class Scheduler:
         assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
         assert len(result.token_ids) == plan.num_samples, f"{len(result.token_ids)} tokens, want {plan.num_samples}"
         tokens = iter(result.token_ids)
-        events: list[Event] = [event for event in self._events if event.key in self._sequences]
-        self._events = []
+        self.room.settle()
+        of_schedule: list[Event] = [*self.room.take_events(), *self._admission.take_events()]
+        events = [event for event in of_schedule if event.key in self._sequences]
         planned, self._planned, self._plan = self._planned, [], None
         for rows, seq in zip(plan.slices, planned, strict=True):
             token_id = next(tokens) if rows.samples else None
+            forked = [next(tokens) for _ in rows.forks]
             seq.planned = False
             if seq.aborted:
-                self._release(seq)
+                self.room.release(seq)
                 continue
             if rows.start < seq.prompt_end:
                 events.append(Computed(rows.key, rows.context_len, rows.table))
             seq.num_computed += len(rows.token_ids)
             self._queued_tokens -= len(rows.token_ids)
+            if seq.num_computed >= (seq.num_published + 1) * self._block_size:
+                self.prefixes.publish(seq)
+            if forked:
+                events += [Sampled(rows.key, rows.index, token_id)] if token_id is not None else []
+                self._fork(seq, rows, forked, events)
             if token_id is not None:
                 self._append(seq, rows, token_id, events)
         return tuple(events)
 
+    def _fork(self, seq: SequenceState, rows: SequenceSlice, token_ids: list[int], events: list[Event]) -> None:
+        """Sequences 1, 2, ... of the request go on from here, sharing every block, each with a token of its own."""
+        spec = seq.spec
+        seq.spec = replace(spec, n=1)
+        for number, token_id in enumerate(token_ids, 1):
+            key = replace(spec.key, sequence=number)
+            events.append(Sampled(key, rows.index, token_id))
+            reason = spec.stop.finish_of(rows.index, token_id)
+            if reason is not None:
+                events.append(Finished(key, reason, rows.index + 1))
+                continue
+            held = seq.block_ids[: blocks_for(seq.num_computed, self._block_size)]
+            self._pool.retain(held)
+            own = replace(spec, key=key, n=1, sampling=rows.forks[number - 1])
+            child = seq.fork(own, self._num_arrivals, held, len(held) * self._block_size, token_id)
+            self._enter(child)
+
     def _append(self, seq: SequenceState, rows: SequenceSlice, token_id: int, events: list[Event]) -> None:
-        events.append(Sampled(rows.key, rows.index, token_id))
+        if not rows.forks:
+            events.append(Sampled(rows.key, rows.index, token_id))
         seq.known.append(token_id)
         self._queued_tokens += 1
         reason = seq.spec.stop.finish_of(rows.index, token_id)
@@ -194,7 +255,7 @@ class Scheduler:
         if rows.start < seq.prompt_end:
             self._ended.append(seq)
         else:
-            self._release(seq)
+            self.room.release(seq)
         events.append(Finished(rows.key, reason, rows.index + 1))
 
     def _plan_slices(self) -> None:
@@ -216,7 +277,9 @@ class Scheduler:
                 break
             if len(seq.known) - seq.num_computed != 1 or not seq.running:
                 continue
-            if seq.num_computed < seq.slots or self._grow(seq, 1):
+            if seq.shared_tail and not self.room.own_tail(seq, self._last_resort):
+                continue
+            if seq.num_computed < seq.slots or self.room.grow(seq, 1, self._last_resort):
                 self._plan_slice(seq, 1)
                 left -= 1
         return left
@@ -237,10 +300,8 @@ class Scheduler:
             if not left or len(queues.running) >= self._budgets.max_sequences:
                 break
             seq = queues.waiting.popleft()
-            missing = self._missing_blocks(seq)
-            if missing <= self._pool.num_free - queues.promised:
+            if self._admission.run_if_fits(seq, try_hard=len(passed) < MATCHED_AHEAD):
                 num_overtaken = len(passed)
-                queues.run(seq, promised=missing)
                 left -= self._plan_chunk(seq, left)
                 continue
             passed.append(seq)
@@ -253,7 +314,9 @@ class Scheduler:
     def _plan_chunk(self, seq: SequenceState, left: int) -> int:
         """Plan as many of its uncomputed tokens as the budget holds; returns how many, 0 if it must wait for blocks."""
         num_tokens = min(left, seq.num_uncomputed)
-        if not num_tokens or not self._grow(seq, num_tokens):
+        if not num_tokens or not self.room.grow(seq, num_tokens, self._last_resort):
+            return 0
+        if seq.shared_tail and not self.room.own_tail(seq, self._last_resort):
             return 0
         self._plan_slice(seq, num_tokens)
         return num_tokens
@@ -266,72 +329,19 @@ class Scheduler:
         token_ids = (known[start],) if num_tokens == 1 else tuple(known[start:end])
         table = BlockTable(0, self._block_size, seq.block_ids, end)
         index = len(known) - spec.num_prompt_tokens
-        self._slices.append(SequenceSlice(spec.key, token_ids, start, table, end == len(known), index, spec.sampling))
+        samples = end == len(known)
+        forks = tuple([spec.sampling.of_sequence(i) for i in range(1, spec.n)]) if spec.n > 1 and samples else ()
+        self._slices.append(SequenceSlice(spec.key, token_ids, start, table, samples, index, spec.sampling, forks))
         self._planned.append(seq)
         seq.planned = True
 
-    def _missing_blocks(self, seq: SequenceState) -> int:
-        """Blocks it lacks for its known tokens and one more, if it may come to compute one more."""
-        slots = seq.max_slots if seq.preemptions >= CAUTIOUS_AFTER else min(len(seq.known) + 1, seq.max_slots)
-        return max(0, blocks_for(slots, self._block_size) - len(seq.block_ids))
-
-    def _grow(self, seq: SequenceState, num_tokens: int) -> bool:
-        """Take the blocks that num_tokens more tokens need, from younger sequences if none are free."""
-        missing_slots = seq.num_computed + num_tokens - seq.slots
-        if missing_slots <= 0:
-            return True
-        missing = blocks_for(missing_slots, self._block_size)
-        available = self._pool.num_free - self._queues.promised + seq.promised
-        if missing > available and not self._preempt_for(seq, missing - available):
-            return False
-        new = self._pool.allocate(missing)
-        assert new is not None, f"{missing} blocks are not free after preemption"
-        seq.block_ids += new
-        seq.slots += missing * self._block_size
-        self._queues.use_promise(seq, missing)
-        return True
-
     def _make_room(self, seq: SequenceState) -> None:
         """Nothing runs and the head does not fit: take the blocks of sequences that wait with some."""
-        shortage = self._missing_blocks(seq) - self._pool.num_free
+        shortage = self._admission.missing(seq) - self._pool.num_free
         if shortage > 0:
-            self._preempt_for(seq, shortage)
-
-    def _preempt_for(self, seq: SequenceState, shortage: int) -> bool:
-        """Free `shortage` blocks by preempting no more sequences than needed; nobody if that cannot be reached.
-
-        Blocks that someone else refers to as well (a push under way) would not become free and do not count.
-        """
-        victims: list[SequenceState] = []
-        for victim in self._queues.victims(seq, self._last_resort):
-            gain = self._pool.num_sole(victim.block_ids) + victim.promised
-            if gain:
-                victims.append(victim)
-                shortage -= gain
-            if shortage <= 0:
-                break
-        if shortage > 0:
-            return False
-        for victim in victims:
-            self._preempt(victim)
-        return True
-
-    def _preempt(self, seq: SequenceState) -> None:
-        """Drop its blocks and put it to the front of the queue, unless it has a place there; known tokens stay."""
-        self._queues.send_back(seq)
-        self._release(seq)
-        self._queued_tokens += seq.num_computed
-        seq.num_computed = 0
-        seq.prompt_end = len(seq.known)
-        seq.preemptions += 1
-        self._events.append(Preempted(seq.spec.key))
+            self.room.preempt_for(seq, shortage, last_resort=True)
 
     def _forget(self, seq: SequenceState) -> None:
         del self._sequences[seq.spec.key]
         self._queued_tokens -= seq.num_uncomputed
         self._queues.remove(seq)
-
-    def _release(self, seq: SequenceState) -> None:
-        self._pool.release(seq.block_ids)
-        seq.block_ids = ()
-        seq.slots = 0

@@ -26,6 +26,7 @@ class ScriptedExecutor:
         eos_token_id: int = 257,
         step_seconds: float = 0.0,
         pause: Callable[[float], None] | None = None,
+        swap_blocks: int = 0,
     ) -> None:
         self._script = dict(script) if isinstance(script, Mapping) else dict(enumerate(script))
         for index, token_id in self._script.items():
@@ -33,7 +34,7 @@ class ScriptedExecutor:
                 raise ValueError(f"script has a token for index {index}, the first is 0")
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"script[{index}] is token {token_id}, not in a vocabulary of {vocab_size}")
-        self._kv = HashExecutor(num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause)
+        self._kv = HashExecutor(num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause, swap_blocks)
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
 
@@ -45,12 +46,16 @@ class ScriptedExecutor:
     def pool(self) -> HostPool:
         return self._kv.pool
 
+    @property
+    def swap(self) -> HostPool | None:
+        return self._kv.swap
+
     def run(self, plan: Plan) -> Result:
         """KV as the hash model writes it, tokens from the script."""
         self._kv.run(plan)
-        return Result(
-            plan.step_id, tuple(self._script.get(s.index, self.eos_token_id) for s in plan.slices if s.samples)
-        )
+        says = self._script.get
+        tokens = [says(s.index, self.eos_token_id) for s in plan.slices for _ in range(s.num_samples)]
+        return Result(plan.step_id, tuple(tokens))
 
     def close(self) -> None:
         self._kv.close()

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from engine.prefix_cache import Entry
+from kvrelay.blocks import BlockKey, KeyChain
 from kvrelay.requests import SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Where the blocks of a preempted sequence lie: slots[i] holds its block i; num_tokens of them are computed."""
+
+    slots: tuple[int, ...]
+    num_tokens: int
 
 
 class SequenceState:
@@ -15,15 +27,21 @@ class SequenceState:
         "aborted",
         "arrival",
         "block_ids",
+        "chain",
+        "keys",
         "known",
         "num_computed",
+        "num_published",
+        "parent",
         "planned",
         "preemptions",
         "promised",
         "prompt_end",
         "running",
+        "shared_tail",
         "slots",
         "spec",
+        "swapped",
         "times_passed",
     )
 
@@ -46,6 +64,16 @@ class SequenceState:
         self.planned = False
         """A plan in flight reads and writes its blocks."""
         self.aborted = False
+        self.chain: KeyChain | None = None
+        """None: it neither uses nor fills the cache of prefixes."""
+        self.keys: list[BlockKey] = []
+        """Of its first full blocks, as many as were needed so far."""
+        self.parent: Entry | None = None
+        """Entry of the last block it published or matched."""
+        self.num_published = 0
+        self.shared_tail = False
+        """Its last block may belong to others too: to be copied before anything is written to it."""
+        self.swapped: Swapped | None = None
 
     @property
     def num_uncomputed(self) -> int:
@@ -60,3 +88,19 @@ class SequenceState:
     def max_slots(self) -> int:
         """Token slots it can ever use: the last token sampled is never computed."""
         return self.spec.num_prompt_tokens + self.spec.stop.max_tokens - 1
+
+    def fork(
+        self, spec: SequenceSpec, arrival: int, block_ids: tuple[int, ...], slots: int, token_id: int
+    ) -> SequenceState:
+        """A sequence that knows and has computed the same, and goes on from here with a token of its own.
+
+        block_ids: those of this one that hold something, each with a reference of its own.
+        """
+        other = SequenceState(spec, arrival, block_ids, self.num_computed, slots)
+        other.known = [*self.known, token_id]
+        other.prompt_end = 0
+        other.shared_tail = self.shared_tail = True
+        if self.chain is not None:
+            other.chain, other.keys = self.chain.copy(), list(self.keys)
+            other.parent, other.num_published = self.parent, self.num_published
+        return other

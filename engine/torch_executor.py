@@ -18,6 +18,7 @@ from engine.attention.reference import ReferenceAttention
 from engine.linear import activation_dtype, backend_name, make_head, make_linear
 from engine.llama import Backends, LlamaModel
 from engine.memory import HostPool
+from engine.moves import carry_out
 from engine.plan import Plan, Result
 from engine.rope import rope_table
 from engine.sampler import sample
@@ -35,13 +36,14 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """How to run a model. dtype is that of weights and KV; num_blocks is the size of the pool."""
+    """How to run a model. dtype is that of weights and KV; num_blocks and swap_blocks are sizes of pools."""
 
     dtype: str = "bfloat16"
     num_blocks: int = 1024
     block_size: int = 16
     threads: int = 1
     attention: str = "auto"
+    swap_blocks: int = 0
 
     def __post_init__(self) -> None:
         for field, known in (("dtype", tuple(DTYPES)), ("attention", ATTENTIONS)):
@@ -81,6 +83,7 @@ class TorchExecutor:
             self._model = LlamaModel(config, checkpoint, backends, rope_table(config, positions))
         self._positions = positions
         self.pool = HostPool(self.layout, options.num_blocks)
+        self.swap = HostPool(self.layout, options.swap_blocks) if options.swap_blocks else None
         self._kv: torch.Tensor | None = pool_tensor(self.pool)
         _log.info(
             "model loaded",
@@ -96,19 +99,25 @@ class TorchExecutor:
         Blocks belong to the caller throughout. Internal: the plan does not fit the model, or logits are not finite.
         """
         assert self._kv is not None, "closed"
+        carry_out(plan, self.pool, self.swap)
         if not plan.slices:
             return Result(plan.step_id, ())
         with torch.inference_mode():
             batch = step_batch(plan)
             self._check(batch)
             logits = self._model.forward(batch, self._kv)
-            draws = [(s.sampling, s.index) for s in plan.slices if s.samples]
+            sampling = [s for s in plan.slices if s.samples]
+            draws = [(each, s.index) for s in sampling for each in (s.sampling, *s.forks)]
+            if len(draws) > len(sampling):  # several sequences draw from one row
+                logits = logits.repeat_interleave(torch.tensor([s.num_samples for s in sampling]), dim=0)
             return Result(plan.step_id, sample(logits, draws))
 
     def close(self) -> None:
         """Drop our view of the pool, then the pool. Nothing may write to it any more."""
         self._kv = None
         self.pool.close()
+        if self.swap is not None:
+            self.swap.close()
 
     def _check(self, batch: StepBatch) -> None:
         """Kernels read where ids and positions point: refuse what is outside instead of reading foreign memory."""

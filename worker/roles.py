@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 from engine.executor import Executor
+from engine.hash_executor import HashExecutor, hash_layout
 from kvrelay.blocks import KVLayout
 from kvrelay.config import WorkerConfig
 from kvrelay.errors import InvalidArgument, NotFound
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
 from kvrelay.models.catalog import resolve
 from kvrelay.models.config import ModelConfig, fingerprint
+from kvrelay.requests import Role
 from kvrelay.session import ModelIdentity
 
 MIB = 1024 * 1024
@@ -44,19 +46,34 @@ def build_executor(config: WorkerConfig) -> Executor:
     if config.executor == "torch":
         return _torch_executor(config)
     num_blocks = config.num_blocks or HASH_BLOCKS
+    swap_blocks = swap_blocks_of(config, hash_layout(config.block_size))
     if config.executor == "hash":
-        from engine.hash_executor import HashExecutor
-
-        return HashExecutor(num_blocks, config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, config.step_seconds, time.sleep)
+        return HashExecutor(
+            num_blocks, config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, config.step_seconds, time.sleep, swap_blocks
+        )
     from engine.scripted_executor import ScriptedExecutor
 
     script = read_script(config.script)
     try:
         return ScriptedExecutor(
-            num_blocks, script, config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, config.step_seconds, time.sleep
+            num_blocks,
+            script,
+            config.block_size,
+            BUILTIN_VOCAB,
+            BUILTIN_EOS,
+            config.step_seconds,
+            time.sleep,
+            swap_blocks,
         )
     except ValueError as error:
         raise InvalidArgument(f"{config.script}: {error}", field="script") from error
+
+
+def swap_blocks_of(config: WorkerConfig, layout: KVLayout) -> int:
+    """Blocks that a decode worker may put aside in host memory; 0 if it is to compute again instead."""
+    if config.role is not Role.DECODE or config.preempt == "recompute":
+        return 0
+    return config.swap_mb * MIB // layout.block_bytes
 
 
 def _torch_executor(config: WorkerConfig) -> Executor:
@@ -71,6 +88,7 @@ def _torch_executor(config: WorkerConfig) -> Executor:
         block_size=config.block_size,
         threads=config.threads,
         attention=config.attention,
+        swap_blocks=swap_blocks_of(config, layout),
     )
     return TorchExecutor(directory, options)
 

@@ -52,7 +52,7 @@ def test_the_preempted_sequence_is_computed_again_and_its_indexes_go_on() -> Non
         [("old", 4, 1)],
         [("young", 0, 3)],
     ]
-    assert seen[4][1] == [Preempted(key("young")), Sampled(key("old"), 4, 9)]
+    assert seen[4][1] == [Preempted(key("young"), 2), Sampled(key("old"), 4, 9)]
     assert [e.index for _, events in seen for e in events if isinstance(e, Sampled) and e.key == key("young")] == [
         0,
         1,
