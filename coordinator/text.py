@@ -1,6 +1,7 @@
 """Text <-> token ids and chat templates, for Hugging Face tokenizers and for plain bytes. Knows no requests, no wires.
 
-Makes the keys of their blocks too, as both want a thread for what is long. Uses the `tokenizers` library and jinja2 alone: a coordinator does not need transformers.
+Makes the keys of blocks too, as both want a thread for what is long. Uses the `tokenizers` library and jinja2 alone: a
+coordinator does not need transformers.
 """
 
 from __future__ import annotations

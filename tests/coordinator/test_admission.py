@@ -35,12 +35,26 @@ def test_a_role_that_never_had_a_worker_is_refused_at_once() -> None:
     assert is_let_in(admission((frozenset({Role.PREFILL}), 10.0)), 10.0, needs_decode=False)
 
 
+def test_decode_workers_alone_let_everything_in() -> None:
+    made = admission((frozenset({Role.DECODE}), 10.0))
+    assert is_let_in(made, 10.0)
+    assert is_let_in(made, 99.0, needs_decode=False)
+    made.look(NONE.__contains__, 100.0)
+    assert is_let_in(made, 99.9 + NO_WORKER_GRACE_S)
+    assert not is_let_in(made, 100.0 + NO_WORKER_GRACE_S)
+    assert not is_let_in(made, 100.0 + NO_WORKER_GRACE_S, needs_decode=False)
+
+
 def test_a_role_whose_last_worker_went_is_waited_for() -> None:
     made = admission((BOTH, 9.0), (frozenset({Role.PREFILL}), 10.0), (frozenset({Role.PREFILL}), 12.0))
     assert is_let_in(made, ENDS_AT - 0.01)
     assert not is_let_in(made, ENDS_AT)
     assert is_let_in(made, ENDS_AT, needs_decode=False)
-    assert (made.hopeless(Role.DECODE, ENDS_AT), made.hopeless(Role.PREFILL, ENDS_AT)) == (True, False)
+    assert (made.hopeless(True, ENDS_AT), made.hopeless(False, ENDS_AT)) == ("decode worker", "")
+    made.look(NONE.__contains__, ENDS_AT)
+    later = ENDS_AT + NO_WORKER_GRACE_S
+    assert (made.hopeless(True, later - 0.01), made.hopeless(False, later - 0.01)) == ("decode worker", "")
+    assert (made.hopeless(True, later), made.hopeless(False, later)) == ("worker", "worker")
 
 
 def test_a_worker_that_came_back_begins_the_wait_anew() -> None:

@@ -1,9 +1,16 @@
-"""The router's choices as a table."""
+"""The router's choices as a table: room, load, ties, the queue, decode alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import pytest
+
 from coordinator.events import Placement
-from coordinator.router import PASS_S, DecodeView, PrefillView, Snapshot, Want, next_to_place, route
+from coordinator.router import PASS_S, Rules, next_to_place, route
+from coordinator.views import DecodeView, PrefillView, Share, Snapshot, Want
+from kvrelay.blocks import BlockKey
+from kvrelay.config import ROUTERS
 from kvrelay.requests import WorkerId
 
 
@@ -20,81 +27,198 @@ def placed(prefill: str | None, decode: str | None) -> Placement:
     return Placement(WorkerId(prefill) if prefill else None, WorkerId(decode) if decode else None, address)
 
 
-def test_the_least_loaded_of_each_role_is_taken() -> None:
+def place(snapshot: Snapshot, want: Want, rules: Rules = Rules()) -> Placement | None:  # noqa: B008  # frozen
+    routed = route(snapshot, want, rules)
+    return routed.placement if routed else None
+
+
+def next_placed(queue: list[Want], snapshot: Snapshot, now: float) -> tuple[int, Placement] | None:
+    found = next_to_place(queue, snapshot, now)
+    return (found[0], found[1].placement) if found else None
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
+def test_the_least_loaded_of_each_role_is_taken(policy: str) -> None:
     snapshot = Snapshot((p("p0", 100), p("p1", 20)), (d("d0", 2), d("d1", 1)))
-    assert route(snapshot, Want(50)) == placed("p1", "d1")
+    assert place(snapshot, Want(50), Rules(policy)) == placed("p1", "d1")
 
 
-def test_equal_sequences_are_decided_by_free_blocks() -> None:
-    assert route(Snapshot((p("p0"),), (d("d0", 1, 10), d("d1", 1, 20))), Want(50)) == placed("p0", "d1")
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
+def test_equal_sequences_are_decided_by_free_blocks(policy: str) -> None:
+    snapshot = Snapshot((p("p0"),), (d("d0", 1, 10), d("d1", 1, 20)))
+    assert place(snapshot, Want(50), Rules(policy)) == placed("p0", "d1")
 
 
-def test_ties_go_to_the_worker_assigned_longest_ago_then_to_the_smaller_id() -> None:
-    assert route(Snapshot((p("p1"), p("p0")), (d("d1"), d("d0"))), Want(50)) == placed("p0", "d0")
-    assert route(Snapshot((p("p0", last=2), p("p1", last=1)), (d("d0", last=2), d("d1", last=1))), Want(50)) == placed(
-        "p1", "d1"
-    )
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded", "round_robin"])
+def test_ties_go_to_the_worker_assigned_longest_ago_then_to_the_smaller_id(policy: str) -> None:
+    rules = Rules(policy)
+    assert place(Snapshot((p("p1"), p("p0")), (d("d1"), d("d0"))), Want(50), rules) == placed("p0", "d0")
+    snapshot = Snapshot((p("p0", last=2), p("p1", last=1)), (d("d0", last=2), d("d1", last=1)))
+    assert place(snapshot, Want(50), rules) == placed("p1", "d1")
 
 
-def test_draining_or_stalled_workers_get_nothing() -> None:
-    assert route(Snapshot((p("p0", usable=False),), (d("d0"),)), Want(5)) is None
-    assert route(Snapshot((p("p0"),), (d("d0", usable=False),)), Want(5)) is None
-    assert route(Snapshot((), ()), Want(5)) is None
+def test_round_robin_looks_at_no_load() -> None:
+    snapshot = Snapshot((p("p0", 100, last=1), p("p1", 0, last=2)), (d("d0", 7, last=1), d("d1", 0, last=2)))
+    assert place(snapshot, Want(50), Rules("round_robin")) == placed("p0", "d0")
+
+
+def test_random_depends_on_the_serial_alone_and_takes_each_worker_about_as_often() -> None:
+    views = (p("p0", 100, last=1), p("p1"), p("p2")), (d("d0", 7), d("d1"), d("d2"))
+    drawn = [place(Snapshot(*views, serial=n), Want(50), Rules("random")) for n in range(3000)]
+    assert drawn == [place(Snapshot(*views, serial=n), Want(50), Rules("random")) for n in range(3000)]
+    counts = [sum(x is not None and x.prefill == f"p{n}" for x in drawn) for n in range(3)]
+    counts += [sum(x is not None and x.decode == f"d{n}" for x in drawn) for n in range(3)]
+    assert all(900 < count < 1100 for count in counts), counts
+    pairs = {(x.prefill, x.decode) for x in drawn if x is not None}
+    assert len(pairs) == 9
+
+
+@pytest.mark.parametrize("policy", ROUTERS)
+def test_draining_stalled_and_full_workers_get_nothing(policy: str) -> None:
+    rules = Rules(policy)
+    assert place(Snapshot((p("p0", usable=False),), (d("d0"),)), Want(5), rules) is None
+    assert place(Snapshot((p("p0"),), (d("d0", usable=False),)), Want(5), rules) is None
+    assert place(Snapshot((), ()), Want(5), rules) is None
+    views = (p("p0", usable=False), p("p1")), (d("d0", usable=False), d("d1", 8, 90), d("d2", 1, 2), d("d3"))
+    for serial in range(20):
+        assert place(Snapshot(*views, serial=serial), Want(32), rules) == placed("p1", "d3")
+
+
+@pytest.mark.parametrize("policy", ROUTERS)
+def test_a_worker_that_the_request_was_lost_with_is_taken_only_if_there_is_no_other(policy: str) -> None:
+    want = Want(5, avoid=(WorkerId("p0"), WorkerId("d0")))
+    for serial in range(20):
+        both = Snapshot((p("p0"), p("p1", 400, last=9)), (d("d0"), d("d1", 5, last=9)), serial=serial)
+        assert place(both, want, Rules(policy)) == placed("p1", "d1")
+    assert place(Snapshot((p("p0"),), (d("d0"),)), want, Rules(policy)) == placed("p0", "d0")
 
 
 def test_a_prefill_worker_holds_two_chunk_budgets_or_one_request_of_any_length() -> None:
     decode = (d("d0", free=1000),)
-    assert route(Snapshot((p("p0", 512),), decode), Want(512)) == placed("p0", "d0")
-    assert route(Snapshot((p("p0", 513),), decode), Want(512)) is None
-    assert route(Snapshot((p("p0", 0),), decode), Want(8000)) == placed("p0", "d0")
-    assert route(Snapshot((p("p0", 1),), decode), Want(8000)) is None
+    assert place(Snapshot((p("p0", 512),), decode), Want(512)) == placed("p0", "d0")
+    assert place(Snapshot((p("p0", 513),), decode), Want(512)) is None
+    assert place(Snapshot((p("p0", 0),), decode), Want(8000)) == placed("p0", "d0")
+    assert place(Snapshot((p("p0", 1),), decode), Want(8000)) is None
 
 
 def test_decode_must_have_the_blocks_unless_it_is_empty() -> None:
     prefill = (p("p0"),)
-    assert route(Snapshot(prefill, (d("d0", 1, 2),)), Want(31)) == placed("p0", "d0")
-    assert route(Snapshot(prefill, (d("d0", 1, 2),)), Want(32)) is None
-    assert route(Snapshot(prefill, (d("d0", 0, 2),)), Want(32)) == placed("p0", "d0")
-    assert route(Snapshot(prefill, (d("d0", 8, 90),)), Want(32)) is None
+    assert place(Snapshot(prefill, (d("d0", 1, 2),)), Want(31)) == placed("p0", "d0")
+    assert place(Snapshot(prefill, (d("d0", 1, 2),)), Want(32)) is None
+    assert place(Snapshot(prefill, (d("d0", 0, 2),)), Want(32)) == placed("p0", "d0")
+    assert place(Snapshot(prefill, (d("d0", 8, 90),)), Want(32)) is None
+
+
+def test_each_further_sequence_needs_a_place_and_a_block_of_its_own() -> None:
+    prefill = (p("p0"),)
+    assert place(Snapshot(prefill, (d("d0", 4, 5),)), Want(31, num_sequences=4)) == placed("p0", "d0")
+    assert place(Snapshot(prefill, (d("d0", 4, 4),)), Want(31, num_sequences=4)) is None
+    assert place(Snapshot(prefill, (d("d0", 5, 90),)), Want(31, num_sequences=4)) is None
+    assert place(Snapshot(prefill, (d("d0", 0, 2),)), Want(31, num_sequences=99)) == placed("p0", "d0")
 
 
 def test_a_request_of_one_token_needs_no_decode_worker() -> None:
-    assert route(Snapshot((p("p0"),), ()), Want(5, needs_decode=False)) == placed("p0", None)
+    assert place(Snapshot((p("p0"),), ()), Want(5, needs_decode=False)) == placed("p0", None)
 
 
-def test_short_prompts_go_to_decode_alone_below_the_limit() -> None:
-    snapshot = Snapshot((p("p0"),), (d("d0"),))
-    assert route(snapshot, Want(9), local_prefill_below=10) == placed(None, "d0")
-    assert route(snapshot, Want(10), local_prefill_below=10) == placed("p0", "d0")
+@pytest.mark.parametrize("policy", ROUTERS)
+def test_short_prompts_go_to_decode_alone_below_the_limit(policy: str) -> None:
+    snapshot, rules = Snapshot((p("p0"),), (d("d0"),)), Rules(policy, local_prefill_below=10)
+    assert place(snapshot, Want(9), rules) == placed(None, "d0")
+    assert place(snapshot, Want(10), rules) == placed("p0", "d0")
+    assert place(snapshot, Want(9, needs_decode=False), rules) == placed("p0", None)
+
+
+def test_a_short_prompt_goes_to_prefill_when_decode_has_no_room_and_waits_when_nobody_has() -> None:
+    rules = Rules(local_prefill_below=10)
+    assert place(Snapshot((p("p0"),), (d("d0", 8),)), Want(9), rules) is None
+    assert place(Snapshot((p("p0", 1024),), (d("d0"),)), Want(9), rules) == placed(None, "d0")
+    assert place(Snapshot((p("p0", 1024),), (d("d0"),)), Want(10), rules) is None
+
+
+@pytest.mark.parametrize("policy", ROUTERS)
+def test_without_a_prefill_worker_decode_computes_every_prompt(policy: str) -> None:
+    decode, rules = (d("d0"),), Rules(policy)
+    assert place(Snapshot((), decode), Want(5000), rules) == placed(None, "d0")
+    assert place(Snapshot((), decode), Want(5000, needs_decode=False), rules) == placed(None, "d0")
+    assert place(Snapshot((), (d("d0", 8),)), Want(5000, needs_decode=False), rules) is None
+
+
+def test_a_prefill_worker_that_is_up_and_has_no_room_is_waited_for() -> None:
+    for prefill in (p("p0", usable=False), p("p0", 1024)):
+        assert place(Snapshot((prefill,), (d("d0"),)), Want(500)) is None
+        assert place(Snapshot((prefill,), (d("d0"),)), Want(500, needs_decode=False)) is None
+
+
+def test_what_decode_computes_itself_goes_where_the_fewest_prompt_tokens_wait() -> None:
+    busy = DecodeView(WorkerId("d0"), "d0:1", 1, 8, 90, 100, queued_tokens=300)
+    idle = DecodeView(WorkerId("d1"), "d1:1", 3, 8, 70, 100, queued_tokens=3)
+    assert place(Snapshot((), (busy, idle)), Want(100)) == placed(None, "d1")
+    assert place(Snapshot((), (busy, idle)), Want(100), Rules("least_loaded")) == placed(None, "d0")
+
+
+def test_each_worker_gets_its_share() -> None:
+    split = route(Snapshot((p("p0"),), (d("d0"),)), Want(100, num_sequences=3))
+    assert split is not None
+    assert split.share(WorkerId("p0")) == Share(100, 100, 3)
+    assert split.share(WorkerId("d0")) == Share(100, 0, 3)
+    alone = route(Snapshot((), (d("d0"),)), Want(100))
+    assert alone is not None
+    assert alone.share(WorkerId("d0")) == Share(100, 100, 1)
 
 
 def test_the_queue_is_first_come_first_served() -> None:
     snapshot = Snapshot((p("p0"),), (d("d0"),))
-    assert next_to_place([Want(100), Want(5)], snapshot, 0.0) == (0, placed("p0", "d0"))
-    assert next_to_place([], snapshot, 0.0) is None
+    assert next_placed([Want(100), Want(5)], snapshot, 0.0) == (0, placed("p0", "d0"))
+    assert next_placed([], snapshot, 0.0) is None
 
 
 def test_smaller_requests_pass_a_blocked_head_for_a_bounded_time() -> None:
     snapshot = Snapshot((p("p0", 1000),), (d("d0", 1, 100),))
     queue = [Want(500, blocked_since=10.0), Want(600), Want(24)]
-    assert next_to_place(queue, snapshot, 10.0 + PASS_S - 0.1) == (2, placed("p0", "d0"))
-    assert next_to_place(queue, snapshot, 10.0 + PASS_S) is None
+    assert next_placed(queue, snapshot, 10.0 + PASS_S - 0.1) == (2, placed("p0", "d0"))
+    assert next_placed(queue, snapshot, 10.0 + PASS_S) is None
 
 
 def test_a_request_that_waits_to_be_tried_again_is_skipped_and_blocks_nobody() -> None:
     snapshot = Snapshot((p("p0"),), (d("d0"),))
     queue = [Want(5, not_before=11.0), Want(50)]
-    assert next_to_place(queue, snapshot, 10.0) == (1, placed("p0", "d0"))
-    assert next_to_place(queue, snapshot, 11.0) == (0, placed("p0", "d0"))
+    assert next_placed(queue, snapshot, 10.0) == (1, placed("p0", "d0"))
+    assert next_placed(queue, snapshot, 11.0) == (0, placed("p0", "d0"))
 
 
 def test_a_pool_that_could_never_hold_a_request_is_passed_over_while_there_is_a_larger_one() -> None:
     small_p, large_p = PrefillView(WorkerId("p0"), total_blocks=4), PrefillView(WorkerId("p1"), 99, total_blocks=8)
     small_d, large_d = (DecodeView(WorkerId(n), f"{n}:1", s, 8, t, t) for n, s, t in (("d0", 0, 4), ("d1", 3, 8)))
     snapshot = Snapshot((small_p, large_p), (small_d, large_d))
-    assert route(snapshot, Want(64, last_slots=64)) == placed("p0", "d0")
-    assert route(snapshot, Want(64, last_slots=65)) == placed("p0", "d1")
-    assert route(snapshot, Want(65, last_slots=80)) == placed("p1", "d1")
-    assert route(Snapshot((small_p,), (small_d,)), Want(65, last_slots=80)) == placed("p0", "d0")
+    assert place(snapshot, Want(64, last_slots=64)) == placed("p0", "d0")
+    assert place(snapshot, Want(64, last_slots=65)) == placed("p0", "d1")
+    assert place(snapshot, Want(65, last_slots=80)) == placed("p1", "d1")
+    assert place(Snapshot((small_p,), (small_d,)), Want(65, last_slots=80)) == placed("p0", "d0")
     full = DecodeView(WorkerId("d1"), "d1:1", 8, 8, 8, 8)
-    assert route(Snapshot((small_p,), (small_d, full)), Want(20, last_slots=65)) is None
+    assert place(Snapshot((small_p,), (small_d, full)), Want(20, last_slots=65)) is None
+
+
+class Counting:
+    """An index that finds nothing and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def depths(self, keys: Sequence[BlockKey]) -> Mapping[WorkerId, int]:
+        self.asked += 1
+        return {}
+
+
+def test_caches_are_looked_at_once_a_request_and_only_if_somebody_may_have_room() -> None:
+    index, keys = Counting(), (BlockKey(b"k"),)
+    for prefill, decode in ((p("p0", 1024), d("d0")), (p("p0"), d("d0", 8)), (p("p0"), d("d0", usable=False))):
+        assert route(Snapshot((prefill,), (decode,), index), Want(20, keys=keys)) is None
+    assert index.asked == 0
+    assert route(Snapshot((p("p0"), p("p1")), (d("d0"), d("d1")), index), Want(20, keys=keys)) is not None
+    assert index.asked == 1
+    next_to_place([Want(20, keys=keys), Want(19, keys=keys)], Snapshot((p("p0", 1023),), (d("d0"),), index), 0.0)
+    assert index.asked == 3
+    for policy in ROUTERS[1:]:
+        assert route(Snapshot((p("p0"),), (d("d0"),), index), Want(20, keys=keys), Rules(policy)) is not None
+    assert index.asked == 3

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from coordinator.loads import WorkerLoad
 from coordinator.outbox import CommandOutbox
 from coordinator.stream import ITEM_BYTES, ErrorItem, StreamBuffer, TokenItem
+from coordinator.views import Share
 from kvrelay.blocks import BlockCounts, KVLayout
 from kvrelay.errors import ResourceExhausted
 from kvrelay.requests import Incarnation, RequestId, Role, Sampling, StopRule, WorkerId
@@ -73,7 +76,7 @@ def test_a_prompt_counts_on_top_of_the_report_until_two_loads_came_after_it_was_
     w = WorkerLoad(description(Role.PREFILL))
     assert not w.prefill_view(False).usable
     w.reported(load(queued=0))
-    w.assign(A, 300, 1)
+    w.assign(A, Share(1000, 300), 1)
     w.sent(A)
     seen = [w.prefill_view(False).queued_tokens]
     for queued in (0, 300, 250):
@@ -94,12 +97,30 @@ def test_what_other_coordinators_sent_counts_for_the_choice_but_not_against_our_
 def test_a_reservation_counts_until_it_is_answered() -> None:
     w = WorkerLoad(description(Role.DECODE))
     w.reported(load(free=50, running=2))
-    w.assign(A, 31, 1)
-    w.assign(B, 32, 2)
+    w.assign(A, Share(31), 1)
+    w.assign(B, Share(32), 2)
     view = w.decode_view(False)
     assert (view.free_blocks, view.sequences, view.last_assigned) == (50 - 2 - 3, 4, 2)
     w.answered(A)
     assert w.decode_view(False).free_blocks == 50 - 3
+
+
+def test_a_reservation_of_several_sequences_counts_each_and_what_decode_computes_itself_waits_there() -> None:
+    w = WorkerLoad(description(Role.DECODE))
+    w.reported(Load(BlockCounts(100, 30, cached=20), running=2, queued_tokens=2))
+    w.assign(A, Share(31, to_compute=15, num_sequences=4), 1)
+    view = w.decode_view(False)
+    assert (view.free_blocks, view.cached_blocks, view.sequences, view.queued_tokens) == (50 - 2 - 3, 20, 6, 17)
+    assert (view.occupancy, view.filled) == pytest.approx((0.55, 0.75))
+    w.answered(A)
+    view = w.decode_view(False)
+    assert (view.free_blocks, view.sequences, view.queued_tokens) == (50, 2, 2)
+
+
+def test_a_prefill_pool_is_filled_by_what_is_cached_as_well() -> None:
+    w = WorkerLoad(description(Role.PREFILL))
+    w.reported(Load(BlockCounts(100, 30, held=50, cached=20)))
+    assert w.prefill_view(False).filled == pytest.approx(0.7)
 
 
 def test_silent_and_draining_workers_are_not_usable() -> None:
