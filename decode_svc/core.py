@@ -51,7 +51,7 @@ MAX_WAITING_RESERVES = 1024
 class DecodeCore:
     def __init__(self, parts: DecodeParts) -> None:
         self._p = parts
-        self._desk: Desk[DecodeAttempt] = Desk(self._drop, self._kept)
+        self._desk: Desk[DecodeAttempt] = Desk(self._drop, self._kept, cache=self._p.pool.cache)
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
         self._epoch = 0

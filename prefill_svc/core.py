@@ -50,7 +50,7 @@ MAX_ATTEMPTS = 1024
 class PrefillCore:
     def __init__(self, parts: PrefillParts) -> None:
         self._p = parts
-        self._desk: Desk[PrefillAttempt] = Desk(self._drop, self._kept)
+        self._desk: Desk[PrefillAttempt] = Desk(self._drop, self._kept, cache=self._p.pool.cache)
         self._peers = Peers(parts.table.busy_with)
         self._planned_at = 0.0
         self._stepped = False
