@@ -32,6 +32,8 @@ class ActionsOwner(Protocol):
 
     def on_change(self) -> None: ...
 
+    def fork(self, live: Live, action: ev.ForkOff, now: float) -> None: ...
+
 
 class Actions:
     """requests: the open ones, of which an ended one is taken out here."""
@@ -55,7 +57,7 @@ class Actions:
 
     def _emit(self, live: Live, action: ev.Emit, now: float) -> None:
         live.journal.append(action.index, action.token_id, now)
-        item = TokenItem(action.index, action.token_id, live.pending_text, now - live.times.accepted_at)
+        item = TokenItem(action.index, action.token_id, live.pending_text, now - live.times.accepted_at, live.sequence)
         live.too_slow = not live.stream.put(item)
 
     def _send(self, live: Live, action: ev.SendCommand, now: float) -> None:
@@ -119,6 +121,12 @@ class Actions:
             live.stream.put(ErrorItem(action.error))
         self._forget(live)
 
+    def _fork(self, live: Live, action: ev.ForkOff, now: float) -> None:
+        if live.deadline is not None:
+            live.deadline.cancel()
+        self._forget(live)
+        self._owner.fork(live, action, now)
+
     def _drop(self, live: Live, action: ev.Drop, now: float) -> None:
         self._counters[f"dropped.{action.what}"] += 1
 
@@ -140,6 +148,7 @@ CARRY_OUT: dict[type, Callable[..., None]] = {
     ev.Requeue: Actions._requeue,
     ev.CheckBack: Actions._check_back,
     ev.ReleasePlacement: Actions._release,
+    ev.ForkOff: Actions._fork,
     ev.Finish: Actions._finish,
     ev.Fail: Actions._fail,
     ev.Drop: Actions._drop,

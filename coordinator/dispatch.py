@@ -2,6 +2,9 @@
 
 One event loop, no task per request: reports of workers, calls of handlers and timers come in as plain calls. The
 router runs whenever something changed, once per turn of the loop. Cost per token is what counts here.
+
+A request for n sequences is n requests from its first tokens on, in one stream; what workers say of their common
+attempt is told to each of them.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import structlog
 
 from coordinator import events as ev
 from coordinator.actions import Actions
 from coordinator.admission import NO_WORKER_GRACE_S, RETRY_AFTER_S, Admission
+from coordinator.families import Families, FirstTokens
 from coordinator.lifecycle import accepts, step
 from coordinator.live import Attempt, Live, Times
 from coordinator.moves import end
@@ -24,12 +29,13 @@ from coordinator.roster import Roster
 from coordinator.router import Rules
 from coordinator.states import Phase, RequestFacts, State, Tries
 from coordinator.stream import StreamBuffer
+from coordinator.views import Share
 from coordinator.waiting import WaitingLine
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, ResourceExhausted, Unavailable
 from kvrelay.fault_points import fault_point
 from kvrelay.requests import RequestId, Role, WorkerId
-from kvrelay.session import Report, Reserved, TokenOut
+from kvrelay.session import Ended, Pushed, Report, Reserved, TokenOut
 
 log = structlog.get_logger("coordinator.dispatch")
 
@@ -44,6 +50,8 @@ class Dispatcher:
         self._roster = roster
         self._live: dict[RequestId, Live] = {}
         self._open: dict[RequestId, StreamBuffer] = {}
+        self._families = Families(self._live)
+        self._firsts = FirstTokens()
         self._queue = WaitingLine(Rules(config.router, config.local_prefill_below))
         self._serial = 0
         self._pump_scheduled = False
@@ -80,21 +88,24 @@ class Dispatcher:
             self.counters["refused"] += 1
         return full
 
-    def submit(self, facts: RequestFacts, text: OutputText, times: Times) -> Live:
-        """Takes the request in. The caller reads its stream and calls `leave` once, whatever happens."""
+    def submit(
+        self, facts: RequestFacts, text: OutputText, times: Times, more_texts: tuple[OutputText, ...] = ()
+    ) -> Live:
+        """Takes the request in. The caller reads its stream and calls `leave` once, whatever happens.
+
+        more_texts: of the sequences after the first. Each sequence that ends well puts a FinishItem into the stream.
+        """
         now = time.monotonic()
         if facts.deadline_at is not None and facts.deadline_at <= now:
             raise DeadlineExceeded("the deadline passed before the request was taken in")
-        self._serial += 1
         state = State(facts, tries=Tries(self._config.max_attempts))
         stream = StreamBuffer(self._config.slow_reader_bytes)
-        live = Live(state, self._serial, text, stream, times, Attempt(times.accepted_at))
+        live = Live(state, self._serial, text, stream, times, Attempt(times.accepted_at), more_texts=more_texts)
+        self._serial += facts.n
         self.check_room(live.needs_decode)
         self._live[live.id] = live
         self._open[live.id] = live.stream
-        if facts.deadline_at is not None:
-            loop = asyncio.get_running_loop()
-            live.deadline = loop.call_at(facts.deadline_at, self._feed, live, ev.DeadlinePassed())
+        self._set_deadline(live)
         self.counters["started"] += 1
         self._queue.add(live)
         self._pump()
@@ -104,9 +115,9 @@ class Dispatcher:
         """The handler is done: the client has everything, or has gone. Idempotent."""
         self._open.pop(request_id, None)
         live = self._live.get(request_id)
-        if live is not None:
-            self._feed(live, ev.ClientGone())
-            self._live.pop(live.id, None)
+        for one in self._families.part(request_id) if live is None else (live,):
+            self._feed(one, ev.ClientGone())
+            self._live.pop(one.id, None)
 
     def end_all(self, error: KVRelayError) -> None:
         """Ends every open stream with this error."""
@@ -121,17 +132,22 @@ class Dispatcher:
             self.feed_id(reserved.request_id, ev.ReservedBy(worker, reserved.attempt, reserved.ticket))
         for r in report.refused:
             event = ev.RefusedBy(worker, r.attempt, r.code, r.message, r.field, r.retry_after_s)
-            self.feed_id(r.request_id, event)
+            self._feed_all(r.request_id, event)
+        for record in report.records:
+            for live in self._lives(record.request_id, record.attempt):
+                keep_computed(live, worker, record)
         if report.tokens:
             fault_point("coordinator.token")
             now = time.monotonic()
+            self._firsts.clear()
             for token in report.tokens:
                 self._token(worker, token, now)
         for landed in report.landed:
-            self.feed_id(landed.request_id, ev.LandedAt(worker, landed.attempt))
-        self._keep_records(worker, report)
+            self._feed_all(landed.request_id, ev.LandedAt(worker, landed.attempt))
+        for pushed in report.pushed:
+            self._pushed(worker, pushed)
         for e in report.ended:
-            self.feed_id(e.request_id, ev.WorkerEnded(worker, e.attempt, e.reason, e.code, e.message))
+            self._ended(worker, e)
         if report.load is not None and self._queue:
             self.on_change()
 
@@ -187,23 +203,57 @@ class Dispatcher:
         """The hot path: once per token of every stream."""
         live = self._live.get(token.request_id)
         if live is None:
-            self.counters["token_too_late"] += 1
+            live = self._families.child(token.request_id, token.attempt, token.sequence)
+            if live is None:
+                self.counters["token_too_late"] += 1
+                return
+        elif token.sequence or live.facts.n > 1:
+            self._first_token(live, worker, token, now)
             return
-        event = ev.TokenArrived(worker, token.attempt, token.index, token.token_id)
-        if token.sequence or not accepts(live.state, event):
+        self._take(live, ev.TokenArrived(worker, token.attempt, token.index, token.token_id), now)
+
+    def _take(self, live: Live, event: ev.TokenArrived, now: float) -> None:
+        if not accepts(live.state, event):
             self.counters["dropped.TokenArrived"] += 1
             return
         try:
-            live.pending_text, hit = live.text.push(token.token_id)
+            live.pending_text, hit = live.text.push(event.token_id)
         except IndexError:
             self.counters["token_outside_vocabulary"] += 1
-            self._feed(live, ev.StreamFailed(Internal(f"worker {worker} sent a token outside the vocabulary")))
+            self._feed(live, ev.StreamFailed(Internal(f"worker {event.worker} sent a token outside the vocabulary")))
         except Exception:
             log.exception("detokenizer failed", request=live.id)
             self._feed(live, ev.StreamFailed(Internal("detokenizing failed")))
         else:
-            stop = ev.StopStringHit(worker, token.attempt, token.index, token.token_id)
+            stop = ev.StopStringHit(event.worker, event.attempt, event.index, event.token_id)
             self._feed(live, stop if hit else event, now)
+
+    def _first_token(self, live: Live, worker: WorkerId, token: TokenOut, now: float) -> None:
+        """One of n first tokens; with the last of them the request forks."""
+        if live.facts.n == 1:
+            self.counters["dropped.TokenArrived"] += 1
+            return
+        event = self._firsts.add(live, worker, token)
+        if event is not None:
+            self._feed(live, event, now)
+
+    def fork(self, prompt: Live, action: ev.ForkOff, now: float) -> None:
+        """The sequences take the prompt's place, and each its first token."""
+        children = self._families.found(prompt)
+        self.counters["forked"] += len(children)
+        for child in children:
+            self._set_deadline(child)
+            decode = child.state.decoder()
+            if decode is not None:
+                self._roster.assign(decode, child.id, Share(child.num_known_tokens))
+                self._roster.answered(decode, child.id)
+        for child, token_id in zip(children, action.token_ids, strict=True):
+            self._take(child, ev.TokenArrived(action.worker, child.state.attempt, 0, token_id), now)
+
+    def _set_deadline(self, live: Live) -> None:
+        if live.facts.deadline_at is not None:
+            loop = asyncio.get_running_loop()
+            live.deadline = loop.call_at(live.facts.deadline_at, self._feed, live, ev.DeadlinePassed())
 
     def _answered(self, worker: WorkerId, reserved: Reserved) -> None:
         """An answer to an older attempt says nothing of what the worker knows of this one."""
@@ -211,18 +261,29 @@ class Dispatcher:
         if live is not None and live.state.attempt == reserved.attempt:
             self._roster.answered(worker, reserved.request_id)
 
-    def _keep_records(self, worker: WorkerId, report: Report) -> None:
-        for pushed in report.pushed:
-            live = self._live.get(pushed.request_id)
-            if live is not None:
-                keep_pushed(live, worker, pushed)
-                self._feed(live, ev.PushedBy(worker, pushed.attempt))
-                if live.attempt.pushed is not None:
-                    self._actions.deliver(live)
-        for record in report.records:
-            live = self._live.get(record.request_id)
-            if live is not None:
-                keep_computed(live, worker, record)
+    def _pushed(self, worker: WorkerId, pushed: Pushed) -> None:
+        for live in self._lives(pushed.request_id, pushed.attempt):
+            keep_pushed(live, worker, pushed)
+            self._feed(live, ev.PushedBy(worker, pushed.attempt))
+            if live.attempt.pushed is not None:
+                self._actions.deliver(live)
+
+    def _ended(self, worker: WorkerId, ended: Ended) -> None:
+        """Decode ends each sequence, prefill its part for all of them."""
+        event = ev.WorkerEnded(worker, ended.attempt, ended.reason, ended.code, ended.message)
+        for live in self._lives(ended.request_id, ended.attempt):
+            of_all = live.state.fork is None or live.state.prefiller() == worker
+            if of_all or live.sequence == ended.sequence:
+                self._feed(live, event)
+
+    def _lives(self, request_id: RequestId, attempt: int) -> Sequence[Live]:
+        """Whom a worker speaks of: the request of this id, or the sequences that it became in this attempt."""
+        live = self._live.get(request_id)
+        return (live,) if live is not None else self._families.under(request_id, attempt)
+
+    def _feed_all(self, request_id: RequestId, event: ev.RefusedBy | ev.LandedAt) -> None:
+        for live in self._lives(request_id, event.attempt):
+            self._feed(live, event)
 
     def feed_id(self, request_id: RequestId, event: ev.Event) -> None:
         """One event into the request of this id; void when there is none any more."""
@@ -248,6 +309,8 @@ class Dispatcher:
         kind = type(event)
         if kind is ev.ReservedBy and live.state.phase is not before:
             live.attempt.reserved_at = now
+            ticket = event.ticket  # type: ignore[union-attr]  # a ReservedBy
+            live.attempt.num_cached_blocks = ticket.num_cached_blocks if ticket is not None else 0
         elif kind is ev.LandedAt and live.state.landed and live.attempt.landed_at is None:
             live.attempt.landed_at = now
         for action in actions:

@@ -62,7 +62,8 @@ class Place:
 class ReservedBy:
     worker: WorkerId
     attempt: int
-    ticket: Ticket
+    ticket: Ticket | None
+    """None: the worker computes the prompt itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,15 @@ class TokenArrived:
     attempt: int
     index: int
     token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkArrived:
+    """The first token of each of the n sequences of a request, in their order."""
+
+    worker: WorkerId
+    attempt: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +169,7 @@ Event = (
     | ReservedBy
     | RefusedBy
     | TokenArrived
+    | ForkArrived
     | StopStringHit
     | LandedAt
     | PushedBy
@@ -187,6 +198,14 @@ class Emit:
 
     index: int
     token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOff:
+    """From here on each of the n sequences is on its own, with its first token still to be taken in."""
+
+    worker: WorkerId
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +252,7 @@ class Drop:
     what: str
 
 
-Action = SendCommand | Emit | Requeue | CheckBack | ReleasePlacement | Finish | Fail | Drop
+Action = SendCommand | Emit | ForkOff | Requeue | CheckBack | ReleasePlacement | Finish | Fail | Drop
 
 
 def error_named(code: str, message: str, field: str = "", retry_after_s: float | None = None) -> KVRelayError:

@@ -6,6 +6,11 @@
 4. DECODING    token 0 is journaled and Start is sent; the blocks may or may not have landed
 5. ENDED       exactly one Finish or Fail was returned; nothing that comes later has an effect
 
+Without a prefill worker decode computes the prompt itself: it is RESERVING, then DECODING from token 0 on.
+
+A request for n sequences lives like that until their n first tokens are in. Then it ENDS with ForkOff and no other
+last word, and each sequence goes on as a request of its own (coordinator.forks).
+
 A worker that is lost, gives up or fails with what may be tried again sends the request from any phase back to QUEUED
 with the tokens so far (coordinator.moves).
 
@@ -30,6 +35,7 @@ from coordinator.events import (
     Event,
     Fail,
     Finish,
+    ForkArrived,
     LandedAt,
     Loss,
     Place,
@@ -46,6 +52,7 @@ from coordinator.events import (
     WorkerLost,
     error_named,
 )
+from coordinator.forks import accepts_fork, fork
 from coordinator.moves import Step, end, lost, move, no_room, without
 from coordinator.states import Phase, State, work_of
 from kvrelay import errors
@@ -61,6 +68,8 @@ def step(state: State, event: Event, now: float) -> Step:
 def accepts(state: State, event: TokenArrived) -> bool:
     """Whether `step` would journal this token. The caller looks at its text only then."""
     if state.placement is None or event.attempt != state.attempt or event.index != state.num_tokens:
+        return False
+    if state.facts.n != 1:
         return False
     if state.phase is Phase.DECODING:
         return event.worker == state.placement.decode
@@ -93,7 +102,10 @@ def _reserved(state: State, event: ReservedBy, now: float) -> Step:
     placement = state.placement
     if placement is None or event.attempt != state.attempt or event.worker != placement.decode:
         return _drop(state, event, now)
-    if placement.prefill is None:
+    if (placement.prefill is None) is not (event.ticket is None):
+        words = f"decode worker {event.worker} answered a reserve of another kind than it was sent"
+        return move(state, Loss(Cause.FAILED, event.worker, words), now)
+    if placement.prefill is None or event.ticket is None:
         return replace(state, phase=Phase.DECODING, landed=True), []
     destination = Destination(placement.decode, placement.decode_address, event.ticket)
     command = Prefill(work_of(state, now), destination)
@@ -148,6 +160,8 @@ def _counted(state: State) -> State:
         state.prefill_ended,
         state.decode_ended,
         state.tries,
+        None,
+        state.fork,
     )
 
 
@@ -156,6 +170,8 @@ def _start(state: State, emit: Emit) -> Step:
     placement = state.placement
     assert placement is not None
     assert placement.decode is not None, "a request placed on prefill alone ends with its token"
+    if state.fork is not None:  # decode was told of all n
+        return replace(state, phase=Phase.DECODING), [emit]
     start = Start(state.facts.request_id, state.attempt, (emit.token_id,))
     actions: list[Action] = [emit, SendCommand(placement.decode, start), ReleasePlacement(placement.prefill, None)]
     return replace(state, phase=Phase.DECODING), actions
@@ -172,8 +188,14 @@ def _finish(state: State, emit: Emit, reason: FinishReason | None, by_text: bool
         state = replace(state, prefill_ended=True, decode_ended=not by_text)
     elif state.decoder() is None:
         state = replace(state, prefill_ended=True)
+    elif state.fork is not None:  # decode has the first tokens of all n, and knows those that end by rule
+        state = replace(state, decode_ended=state.facts.stop.finish_of(emit.index, emit.token_id) is not None)
     ended, actions = end(state, Finish(reason))
     return ended, [emit, *actions]
+
+
+def _fork(state: State, event: ForkArrived, now: float) -> Step:
+    return fork(state, event) if accepts_fork(state, event) else _drop(state, event, now)
 
 
 def _landed(state: State, event: LandedAt, now: float) -> Step:
@@ -275,11 +297,13 @@ _WITH_WORKERS: dict[type, Callable[[State, Any, float], Step]] = {
     LandedAt: _drop,
     PushedBy: _drop,
     TokenArrived: _drop,
+    ForkArrived: _drop,
     StopStringHit: _drop,
 }
 _RUNNING: dict[type, Callable[[State, Any, float], Step]] = {
     **_WITH_WORKERS,
     TokenArrived: _token,
+    ForkArrived: _fork,
     StopStringHit: _token,
     CheckBackDue: _check_back,
     LandedAt: _landed,

@@ -1,4 +1,7 @@
-"""An open request as the dispatcher keeps it: lifecycle state, journal, text, stream, and when things happened."""
+"""An open request as the dispatcher keeps it: lifecycle state, journal, text, stream, and when things happened.
+
+Of a request for n sequences there are n + 1: that of the prompt until the fork, and one of each sequence after it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from dataclasses import dataclass, field
 from coordinator.events import Loss, Placement
 from coordinator.journal import Journal
 from coordinator.output import OutputText
-from coordinator.router import Want
 from coordinator.states import RequestFacts, State
 from coordinator.stream import StreamBuffer
+from coordinator.views import Want
 from kvrelay.requests import FinishReason, RequestId
 from kvrelay.session import ComputeRecord, Pushed
 
@@ -43,6 +46,9 @@ class Attempt:
     landed_at: float | None = None
     pushed: Pushed | None = None
     prefill_record: ComputeRecord | None = None
+    """Of the worker that computed the prompt: prefill, or decode where there is none."""
+    num_cached_blocks: int = 0
+    """Blocks that decode had cached: they need not be moved."""
     prefill_gone: bool = False
     loss: Loss | None = None
     lost_at: float | None = None
@@ -50,7 +56,11 @@ class Attempt:
 
 @dataclass(slots=True)
 class Live:
-    """order: place in the queue, kept when the request comes back to it. lost: earlier attempts, oldest first."""
+    """order: place in the queue, kept when the request comes back to it. lost: earlier attempts, oldest first.
+
+    sequence: which of the n sequences this is. more_texts: of the sequences after the first, until the fork; children:
+    the n sequences, from then on. cached_tokens: prompt tokens that the attempt which brought index 0 did not compute.
+    """
 
     state: State
     order: int
@@ -68,6 +78,9 @@ class Live:
     cached_tokens: int = 0
     finish: FinishReason | None = None
     outcome: str = ""
+    sequence: int = 0
+    more_texts: tuple[OutputText, ...] = ()
+    children: tuple[Live, ...] = ()
 
     @property
     def facts(self) -> RequestFacts:
@@ -106,7 +119,16 @@ class Live:
         last_slots = len(self.facts.prompt_ids) + self.facts.stop.max_tokens - 1
         last = self.lost[-1].placement if self.lost else None
         avoid = () if last is None else (last.prefill, last.decode)
-        return Want(self.num_known_tokens, self.needs_decode, self.blocked_since, self.not_before, last_slots, avoid)
+        return Want(
+            num_tokens=self.num_known_tokens,
+            needs_decode=self.needs_decode,
+            blocked_since=self.blocked_since,
+            not_before=self.not_before,
+            last_slots=last_slots,
+            avoid=avoid,
+            keys=self.facts.keys,
+            num_sequences=self.facts.n,
+        )
 
     def anew(self, loss: Loss | None, now: float) -> None:
         """Nothing that is known of the attempt before holds for the one that the state speaks of now."""
@@ -114,4 +136,6 @@ class Live:
         if loss is not None:
             self.attempt.loss, self.attempt.lost_at, queued_at = loss, now, now
             self.lost.append(self.attempt)
+        if self.state.num_tokens == 0:
+            self.cached_tokens = 0
         self.attempt = Attempt(queued_at, self.state.attempt, self.state.num_tokens)

@@ -70,10 +70,16 @@ def _anew(state: State, tries: Tries, requeue: Requeue) -> Step:
 
 
 def _leave(state: State) -> list[Action]:
-    """Decode first: its blocks are what others wait for. In RESERVING prefill has not heard of the attempt yet."""
+    """Decode first: its blocks are what others wait for. In RESERVING prefill has not heard of the attempt yet.
+
+    One of n sequences ends alone; prefill, whose blocks the others may still need, has done its part for it.
+    """
     if state.placement is None:
         return []
+    fork = state.fork
     abort = Abort(state.facts.request_id, state.attempt)
+    if fork is not None:
+        abort = Abort(fork.request_id, fork.attempt, fork.sequence)
     actions: list[Action] = []
     decode, prefill = state.decoder(), state.prefiller()
     if decode is not None and not state.decode_ended:

@@ -10,14 +10,22 @@ from kvrelay.session import ComputeRecord, Pushed
 
 def keep_pushed(live: Live, worker: WorkerId, pushed: Pushed) -> None:
     """Keeps what a hand-off cost, if it is that of the current attempt."""
-    if _is_ours(live, worker, pushed.attempt):
+    placement = live.state.placement
+    if placement is not None and pushed.attempt == live.state.attempt and worker == placement.prefill:
         live.attempt.pushed = pushed
 
 
 def keep_computed(live: Live, worker: WorkerId, record: ComputeRecord) -> None:
-    """Keeps what prefill did, if it did it for the current attempt."""
-    if _is_ours(live, worker, record.attempt):
-        live.attempt.prefill_record = record
+    """Keeps what the prompt took, if this worker computed it for the current attempt: prefill, or decode without it.
+
+    Records are read before tokens, so what counts as cached is known when index 0 is, and no later attempt changes it.
+    """
+    placement = live.state.placement
+    if placement is None or record.attempt != live.state.attempt or worker != (placement.prefill or placement.decode):
+        return
+    live.attempt.prefill_record = record
+    if live.attempt.first_index == 0:
+        live.cached_tokens = min(record.num_cached_tokens, len(live.facts.prompt_ids))
 
 
 def finish_item(live: Live, reason: FinishReason) -> FinishItem:
@@ -33,9 +41,6 @@ def finish_item(live: Live, reason: FinishReason) -> FinishItem:
         decode_worker=((placement.decode if placement else None) or "") if live.decoded else "",
         pushed=live.attempt.pushed if live.handed_over else None,
         migrations=live.state.tries.lost,
+        num_cached_blocks=live.attempt.num_cached_blocks,
+        sequence=live.sequence,
     )
-
-
-def _is_ours(live: Live, worker: WorkerId, attempt: int) -> bool:
-    placement = live.state.placement
-    return placement is not None and attempt == live.state.attempt and worker == placement.prefill

@@ -1,6 +1,6 @@
 """kvrelay.v1.InferenceService: protos in, protos out. Knows what a request may look like, not how it is served.
 
-Generate: Accepted, one Token message per token, Finished; errors only as the status. Whatever ends the call, the
+Generate: Accepted, one Token message per token, Finished for each sequence; errors only as the status. Whatever ends the call, the
 dispatcher hears of it: from the handler's own end, and from the call's when a write was under way.
 """
 
@@ -32,6 +32,7 @@ from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
 from coordinator.text import Tokenizing
 from coordinator.traces import trace_of
 from coordinator.validate import Limits, RawRequest
+from kvrelay.blocks import BlockKey, KeyScope
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.requests import FinishReason, RequestId
 from kvrelay.rpc.status import to_grpc_status
@@ -46,6 +47,8 @@ REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+TENANT = "default"
+"""Of every request, as nobody says who sends it."""
 CUT_S = 0.5
 """How long the status of a reader that was cut off may take to leave."""
 
@@ -71,9 +74,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         validate.check(raw, limits)
         self._dispatcher.check_room(raw.max_tokens != 1)
         prompt_ids = await self._prompt_ids(raw, limits)
-        facts = self._facts(raw, prompt_ids, limits, deadline_at)
-        text = OutputText(self._model.codec.detokenizer(), raw.stop, facts.stop.stop_token_ids)
-        live = self._dispatcher.submit(facts, text, times)
+        keys = await self._keys(raw, prompt_ids)
+        facts = self._facts(raw, prompt_ids, keys, limits, deadline_at)
+        detokenizer, silent_ids = self._model.codec.detokenizer, facts.stop.stop_token_ids
+        text, *more = (OutputText(detokenizer(), raw.stop, silent_ids) for _ in range(facts.n))
+        live = self._dispatcher.submit(facts, text, times, tuple(more))
         gone = functools.partial(self._gone, live.id)
         context.add_done_callback(gone)  # type: ignore[arg-type]  # the stubs want a class, the library any callable
         try:
@@ -92,19 +97,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The messages of one stream; raises its error. A reader that is cut off gets its status from here."""
         stream, task = live.stream, asyncio.current_task()
         message = accepted_message(live, self._model.identity.model_id)
-        finished = False
+        open_sequences = live.facts.n
         try:
             while True:
                 stream.writing(task)
                 yield message
                 stream.writing(None)
-                if finished:
+                if not open_sequences:
                     return
                 item = await stream.take()
                 if type(item) is TokenItem:
                     message = token_message(item)
                 elif type(item) is FinishItem:
-                    message, finished = finished_message(item, live), True
+                    message = finished_message(item, live)
+                    open_sequences -= 1
                 elif type(item) is ErrorItem:
                     raise item.error
         except GeneratorExit:
@@ -138,8 +144,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         validate.check_length(raw, text, codec.longest_token, limits)
         return tuple(await self._tokenizing.encode(text, add_special_tokens=raw.text is not None))
 
+    async def _keys(self, raw: RawRequest, prompt_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
+        """By which the router finds the prompt in caches; none where it does not look, or the request wants no cache."""
+        if raw.prefix_cache is False or not self._dispatcher.routes_by_keys:
+            return ()
+        scope = KeyScope(TENANT, self._model.identity.fingerprint, cache_salt=raw.cache_salt)
+        return await self._tokenizing.keys(scope, prompt_ids, self._roster.block_size)
+
     def _facts(
-        self, raw: RawRequest, prompt_ids: tuple[int, ...], limits: Limits, deadline_at: float | None
+        self,
+        raw: RawRequest,
+        prompt_ids: tuple[int, ...],
+        keys: tuple[BlockKey, ...],
+        limits: Limits,
+        deadline_at: float | None,
     ) -> RequestFacts:
         if deadline_at is not None and deadline_at <= time.monotonic():
             raise DeadlineExceeded("the deadline passed while the prompt was tokenized")
@@ -148,9 +166,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             prompt_ids=prompt_ids,
             sampling=validate.sampling_of(raw, secrets.randbits(64), limits),
             stop=validate.fit(raw, len(prompt_ids), limits),
+            tenant=TENANT,
             cache_salt=raw.cache_salt,
             deadline_at=deadline_at,
             traceparent=traceparent_of(),
+            n=raw.n or 1,
+            prefix_cache=raw.prefix_cache is not False,
+            keys=keys,
         )
 
 
@@ -181,6 +203,7 @@ def raw_request(request: inference_pb2.GenerateRequest) -> RawRequest:
         n=request.n if request.HasField("n") else None,
         cache_salt=request.cache_salt,
         client_request_id=request.client_request_id,
+        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
     )
 
 
@@ -196,6 +219,8 @@ def token_message(item: TokenItem) -> inference_pb2.GenerateResponse:
     """Filled in place: once per token."""
     message = inference_pb2.GenerateResponse()
     token = message.token
+    if item.sequence:
+        token.sequence = item.sequence
     token.index = item.index
     token.token_id = item.token_id
     token.text = item.text
@@ -205,6 +230,7 @@ def token_message(item: TokenItem) -> inference_pb2.GenerateResponse:
 
 def finished_message(item: FinishItem, live: Live) -> inference_pb2.GenerateResponse:
     finished = inference_pb2.Finished(
+        sequence=item.sequence,
         reason=REASONS[item.reason],
         text=item.text,
         usage=inference_pb2.Usage(
@@ -224,4 +250,5 @@ def finished_message(item: FinishItem, live: Live) -> inference_pb2.GenerateResp
         finished.hand_off.num_bytes = pushed.num_bytes
         finished.hand_off.seconds = pushed.seconds
         finished.hand_off.exposed_s = pushed.exposed_s
+        finished.hand_off.num_cached_blocks = item.num_cached_blocks
     return inference_pb2.GenerateResponse(finished=finished)

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from coordinator.events import Loss, Placement
+from kvrelay.blocks import BlockKey
 from kvrelay.config import MAX_ATTEMPTS
 from kvrelay.requests import RequestId, Role, Sampling, StopRule, WorkerId
 from kvrelay.session import Work
@@ -24,7 +25,10 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What a request is; never changes. deadline_at is on the clock that `now` is read from."""
+    """What a request is; never changes. deadline_at is on the clock that `now` is read from.
+
+    n: sequences that go on from the prompt. keys: of the prompt's full blocks, as far as anybody asked for them.
+    """
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
@@ -34,6 +38,18 @@ class RequestFacts:
     cache_salt: str = ""
     deadline_at: float | None = None
     traceparent: str = ""
+    n: int = 1
+    prefix_cache: bool = True
+    keys: tuple[BlockKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForkName:
+    """What the workers of an attempt call one of its n sequences."""
+
+    request_id: RequestId
+    attempt: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,7 @@ class State:
     """Where a request stands. num_tokens: output tokens journaled, over all attempts; attempt names the current try.
 
     in_doubt: prefill is gone, token 0 is in, and decode has not said yet whether all blocks landed.
+    fork: set while this is one of n sequences and still where the prompt was computed for all of them.
     """
 
     facts: RequestFacts
@@ -63,6 +80,7 @@ class State:
     decode_ended: bool = False
     tries: Tries = Tries()
     in_doubt: Loss | None = None
+    fork: ForkName | None = None
 
     def decoder(self) -> WorkerId | None:
         return self.placement.decode if self.placement else None
@@ -93,6 +111,8 @@ def work_of(state: State, now: float) -> Work:
         stop=facts.stop,
         tenant=facts.tenant,
         cache_salt=facts.cache_salt,
+        n=facts.n,
+        prefix_cache=facts.prefix_cache,
         deadline_s=left,
         traceparent=facts.traceparent,
     )

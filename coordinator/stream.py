@@ -24,13 +24,14 @@ class TokenItem:
     token_id: int
     text: str
     offset_s: float
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FinishItem:
     """text: held back until the end. pushed: what the hand-off cost, None if nothing was handed over.
 
-    migrations: how often the request was moved to another placement.
+    migrations: how often the sequence was moved to another placement. num_cached_blocks: those that decode had.
     """
 
     reason: FinishReason
@@ -42,6 +43,8 @@ class FinishItem:
     decode_worker: str
     pushed: Pushed | None
     migrations: int = 0
+    num_cached_blocks: int = 0
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,15 @@ Item = TokenItem | FinishItem | ErrorItem
 
 
 class StreamBuffer:
-    """limit_bytes bounds what waits for the reader. Nothing is put after a FinishItem or ErrorItem."""
+    """limit_bytes bounds what waits for the reader. Each sequence ends with its FinishItem, all of them with one error:
+    what is put after an ErrorItem is dropped.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._items: deque[Item] = deque()
         self._limit_bytes = limit_bytes
         self._bytes = 0
+        self._failed = False
         self._waiter: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[object] | None = None
         self._writing_since = 0.0
@@ -67,9 +73,13 @@ class StreamBuffer:
 
     def put(self, item: Item) -> bool:
         """False when the reader is too slow; the item is in all the same."""
+        if self._failed:
+            return True
         self._items.append(item)
         if type(item) is TokenItem:
             self._bytes += ITEM_BYTES + len(item.text)
+        elif type(item) is ErrorItem:
+            self._failed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         return self._bytes <= self._limit_bytes
@@ -94,9 +104,10 @@ class StreamBuffer:
         return now - self._writing_since if self._writer is not None else 0.0
 
     def cut_off(self, error: KVRelayError) -> None:
-        """Drop what waits. A write that is stuck is cancelled; else the handler finds the error."""
+        """Drop what waits and what may still come. A stuck write is cancelled; else the handler finds the error."""
         self._items.clear()
         self._bytes = 0
+        self._failed = False
         self.cut = error
         self.put(ErrorItem(error))
         if self._writer is not None:

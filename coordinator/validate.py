@@ -1,7 +1,7 @@
 """Everything that a client may get wrong, in one place, against the limits that GetModel reports. Knows no protos.
 
 Two steps, because the number of prompt tokens is known only after tokenizing: `check` and then `fit`. Every error is an
-InvalidArgument (NotFound for the model, Unimplemented for n) that names the field's path.
+InvalidArgument (NotFound for the model) that names the field's path.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.errors import InvalidArgument, NotFound, Unimplemented
+from kvrelay.errors import InvalidArgument, NotFound
 from kvrelay.requests import Sampling, StopRule
 
 MAX_STOP_STRINGS = 16
@@ -19,7 +19,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing logits by it would leave nothing but infinities."""
-MAX_N = 1
+MAX_N = 16
 MAX_SALT_BYTES = 256
 MAX_LABEL_BYTES = 256
 
@@ -54,6 +54,7 @@ class RawRequest:
     n: int | None = None
     cache_salt: str = ""
     client_request_id: str = ""
+    prefix_cache: bool | None = None
 
 
 def check(raw: RawRequest, limits: Limits) -> None:
@@ -122,10 +123,8 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def _check_n(n: int | None) -> None:
-    if n is not None and n < 1:
-        raise _wrong("n", f"must be at least 1, not {n}")
-    if n is not None and n > MAX_N:
-        raise Unimplemented(f"n: more than {MAX_N} is not built yet", field="n")
+    if n is not None and not 1 <= n <= MAX_N:
+        raise _wrong("n", f"must be 1 .. {MAX_N}, not {n}")
 
 
 def _check_prompt(raw: RawRequest, limits: Limits) -> None:

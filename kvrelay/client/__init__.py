@@ -13,11 +13,12 @@ Errors are the classes of kvrelay.errors. Leaving an iteration, or a `with` bloc
 from kvrelay.client.async_client import AsyncClient, AsyncStream
 from kvrelay.client.calls import GenerateOptions, Prompt
 from kvrelay.client.sync_client import Client, Stream
-from kvrelay.client.values import GenerateResult, HandOff, ModelInfo, TokenEvent, Topology, Usage, WorkerStatus
+from kvrelay.client.values import Choice, GenerateResult, HandOff, ModelInfo, TokenEvent, Topology, Usage, WorkerStatus
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "Choice",
     "Client",
     "GenerateOptions",
     "GenerateResult",

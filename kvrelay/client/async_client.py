@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from kvrelay.client import calls
 from kvrelay.client.calls import GENERATE, GenerateOptions, Operation, Prompt
 from kvrelay.client.fold import StreamFold
-from kvrelay.client.values import GenerateResult, ModelInfo, TokenEvent, Topology
+from kvrelay.client.values import Choice, GenerateResult, ModelInfo, TokenEvent, Topology
 from kvrelay.config import DEFAULT_TARGET
 from kvrelay.errors import Cancelled, Internal
 from kvrelay.rpc.channel import open_channel
@@ -42,7 +42,7 @@ class AsyncStream:
         self._request = request
         self._deadline_s = deadline_s
         self._call: grpc.aio.RpcContext | None = None
-        self._fold = StreamFold()
+        self._fold = StreamFold(max(1, request.n))
 
     @property
     def request_id(self) -> str:
@@ -51,6 +51,11 @@ class AsyncStream:
     @property
     def tokens(self) -> list[TokenEvent]:
         return self._fold.events
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The sequences that have ended so far, as they ended."""
+        return self._fold.choices
 
     @property
     def result(self) -> GenerateResult:

@@ -23,7 +23,8 @@ class GenerateOptions(TypedDict, total=False):
     """Options of a generation; what is absent or None takes the server's default.
 
     stop: strings that end the text and are not part of it. deadline_s: for the whole stream.
-    request_label: the caller's own name for the request, for logs; never a key.
+    request_label: the caller's own name for the request, for logs; never a key. n: sequences from one prompt, each
+    drawn from a seed of its own; see GenerateResult.choices. prefix_cache: False neither uses nor fills caches.
     """
 
     max_tokens: int | None
@@ -38,6 +39,8 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: float | None
     request_label: str
     cache_salt: str | None
+    n: int | None
+    prefix_cache: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.
     _fill_prompt(request, prompt)
     for name in ("temperature", "top_p", "top_k", "seed"):
         _assign(request.sampling, name, options.get(name), f"sampling.{name}")
-    for name in ("max_tokens", "ignore_eos", "cache_salt", "model"):
+    for name in ("max_tokens", "ignore_eos", "cache_salt", "model", "n", "prefix_cache"):
         _assign(request, name, options.get(name), name)
     _assign(request, "client_request_id", options.get("request_label"), "client_request_id")
     stop = options.get("stop") or ()
@@ -147,6 +150,7 @@ def _model_info(answer: model_pb2.GetModelResponse) -> ModelInfo:
         max_stop_string_bytes=answer.max_stop_string_bytes,
         max_n=answer.max_n,
         max_request_bytes=answer.max_request_bytes,
+        smallest_cacheable_prefix=answer.smallest_cacheable_prefix,
     )
 
 

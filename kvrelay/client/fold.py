@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvrelay.client.values import GenerateResult, HandOff, TokenEvent, Usage
+from kvrelay.client.values import Choice, GenerateResult, HandOff, TokenEvent, Usage
 from kvrelay.errors import Internal
 from kvrelay.v1 import common_pb2, inference_pb2
 
@@ -15,12 +15,18 @@ FINISH_REASONS: dict[int, str] = {
 
 
 class StreamFold:
-    """Takes messages in order, each with the time it came; checks that no token is lost, doubled or late."""
+    """Takes messages in order, each with the time it came; checks that no token is lost, doubled or late.
 
-    def __init__(self) -> None:
+    n: sequences asked for; the stream ends well when each of them has finished.
+    """
+
+    def __init__(self, n: int = 1) -> None:
         self._accepted = inference_pb2.Accepted()
         self._events: list[TokenEvent] = []
-        self._result: GenerateResult | None = None
+        self._n = n
+        self._of: dict[int, list[TokenEvent]] = {}
+        self._choices: list[Choice] = []
+        self._ended: set[int] = set()
 
     @property
     def request_id(self) -> str:
@@ -29,19 +35,25 @@ class StreamFold:
 
     @property
     def events(self) -> list[TokenEvent]:
-        """The tokens so far; theirs also when the stream then fails."""
+        """The tokens so far, of all sequences as they came; theirs also when the stream then fails."""
         return self._events
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The sequences that have ended so far, as they ended."""
+        return self._choices
 
     @property
     def result(self) -> GenerateResult:
         """Internal if the stream has not ended well: it was left, it failed, or it is still running."""
-        if self._result is None:
+        if len(self._choices) < self._n:
             raise Internal(f"the stream has no result: {len(self._events)} tokens came, but no finish")
-        return self._result
+        ordered = sorted(self._choices, key=lambda choice: choice.sequence)
+        return GenerateResult.of(self._accepted.request_id, self._accepted.seed, self._accepted.model, ordered)
 
     def feed(self, message: inference_pb2.GenerateResponse, received_s: float) -> TokenEvent | None:
         """The token in a message, None if it holds none. Internal if the server broke its promise."""
-        if self._result is not None:
+        if len(self._choices) == self._n:
             raise Internal("a message came after the finish")
         match message.WhichOneof("event"):
             case "accepted":
@@ -49,32 +61,39 @@ class StreamFold:
             case "token":
                 return self._token(message.token, received_s)
             case "finished":
-                self._result = self._finish(message.finished)
+                self._finish(message.finished)
             case None:
                 pass  # an event of a newer server, which old clients may skip
         return None
 
     def _token(self, token: inference_pb2.Token, received_s: float) -> TokenEvent:
-        due = len(self._events)
+        sequence = token.sequence
+        events = self._running(sequence)
+        due = len(events)
         if token.index != due:
             raise Internal(f"token {token.index} came where token {due} was due")
-        event = TokenEvent(token.index, token.token_id, token.text, token.offset_s, received_s)
+        event = TokenEvent(token.index, token.token_id, token.text, token.offset_s, received_s, sequence)
+        events.append(event)
         self._events.append(event)
         return event
 
-    def _finish(self, finished: inference_pb2.Finished) -> GenerateResult:
+    def _running(self, sequence: int) -> list[TokenEvent]:
+        if sequence >= self._n or sequence in self._ended:
+            raise Internal(f"something came for sequence {sequence}, which is none of {self._n} that run")
+        return self._of.setdefault(sequence, [])
+
+    def _finish(self, finished: inference_pb2.Finished) -> None:
         if finished.reason not in FINISH_REASONS:
             raise Internal(f"the stream finished for an unknown reason: {finished.reason}")
-        usage, times = finished.usage, [event.received_s * 1000 for event in self._events]
-        return GenerateResult(
-            request_id=self._accepted.request_id,
-            token_ids=tuple(event.token_id for event in self._events),
-            text="".join(event.text for event in self._events) + finished.text,
+        usage, events = finished.usage, self._running(finished.sequence)
+        times = [event.received_s * 1000 for event in events]
+        choice = Choice(
+            sequence=finished.sequence,
+            token_ids=tuple(event.token_id for event in events),
+            text="".join(event.text for event in events) + finished.text,
             tail=finished.text,
             finish_reason=FINISH_REASONS[finished.reason],
             usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-            seed=self._accepted.seed,
-            model=self._accepted.model,
             ttft_ms=times[0] if times else None,
             gaps_ms=tuple(later - earlier for earlier, later in pairwise(times)),
             prefill_worker=finished.prefill_worker,
@@ -82,10 +101,14 @@ class StreamFold:
             hand_off=_hand_off(finished),
             migrations=finished.migrations,
         )
+        self._ended.add(choice.sequence)
+        self._choices.append(choice)
 
 
 def _hand_off(finished: inference_pb2.Finished) -> HandOff | None:
     if not finished.HasField("hand_off"):
         return None
     cost = finished.hand_off
-    return HandOff(cost.transport, cost.num_blocks, cost.num_bytes, cost.seconds, cost.exposed_s)
+    return HandOff(
+        cost.transport, cost.num_blocks, cost.num_bytes, cost.seconds, cost.exposed_s, cost.num_cached_blocks
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -11,6 +12,7 @@ class TokenEvent:
     """One token. text may be empty: it is what became certain with this token, and the pieces join to the answer.
 
     offset_s: since the server received the request, its clock; received_s: since the call began, this client's clock.
+    sequence: which of the n sequences it belongs to; each has indexes of its own.
     """
 
     index: int
@@ -18,10 +20,13 @@ class TokenEvent:
     text: str
     offset_s: float
     received_s: float
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """cached_tokens: prompt tokens whose KV was found in a cache and not computed."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -29,22 +34,44 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """What moving the KV blocks from prefill to decode cost. exposed_s: landed minus token 0."""
+    """What moving the KV blocks from prefill to decode cost. exposed_s: landed minus token 0.
+
+    num_cached_blocks: blocks that decode had cached, which were not moved.
+    """
 
     transport: str
     num_blocks: int
     num_bytes: int
     seconds: float
     exposed_s: float
+    num_cached_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sequence that ended well. tail: the end of text, which came with the finish and not with a token.
+
+    ttft_ms and gaps_ms (one per token but the first) are what this client saw; finish_reason: stop or length.
+    migrations: how often it was moved because a worker was lost; the workers are the last placement's.
+    """
+
+    sequence: int
+    token_ids: tuple[int, ...]
+    text: str
+    tail: str
+    finish_reason: str
+    usage: Usage
+    ttft_ms: float | None
+    gaps_ms: tuple[float, ...]
+    prefill_worker: str
+    decode_worker: str
+    hand_off: HandOff | None
+    migrations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A stream that ended well. tail: the end of text, which came with the finish and not with a token.
-
-    ttft_ms and gaps_ms (one per token but the first) are what this client saw; finish_reason: stop or length.
-    migrations: how often the request was moved because a worker was lost; the workers are the last placement's.
-    """
+    """A stream that ended well. choices: one per sequence, in their order; all else but seed is that of the first."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -60,6 +87,29 @@ class GenerateResult:
     decode_worker: str
     hand_off: HandOff | None
     migrations: int = 0
+    choices: tuple[Choice, ...] = ()
+
+    @classmethod
+    def of(cls, request_id: str, seed: int, model: str, choices: Sequence[Choice]) -> GenerateResult:
+        """choices: at least one, by sequence."""
+        first = choices[0]
+        return cls(
+            request_id=request_id,
+            token_ids=first.token_ids,
+            text=first.text,
+            tail=first.tail,
+            finish_reason=first.finish_reason,
+            usage=first.usage,
+            seed=seed,
+            model=model,
+            ttft_ms=first.ttft_ms,
+            gaps_ms=first.gaps_ms,
+            prefill_worker=first.prefill_worker,
+            decode_worker=first.decode_worker,
+            hand_off=first.hand_off,
+            migrations=first.migrations,
+            choices=tuple(choices),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +127,8 @@ class ModelInfo:
     max_stop_string_bytes: int
     max_n: int
     max_request_bytes: int
+    smallest_cacheable_prefix: int = 0
+    """A prompt of so many tokens, sent again, has a cached part; 0: nothing is cached."""
 
 
 class Blocks(TypedDict):

@@ -12,6 +12,7 @@ from coordinator.events import Emit, Fail, Finish, Placement, ReleasePlacement, 
 from coordinator.lifecycle import TABLE, accepts, step
 from coordinator.states import Phase, State
 from kvrelay import errors
+from kvrelay.blocks import Ticket
 from kvrelay.requests import FinishReason, WorkerId
 from kvrelay.session import Abort, Destination, Prefill, Reserve, Start
 
@@ -20,6 +21,7 @@ EVERY_EVENT: dict[type, ev.Event] = {
     ev.ReservedBy: ev.ReservedBy(D, 0, TICKET),
     ev.RefusedBy: ev.RefusedBy(D, 0, "InvalidArgument", "no", "tokens"),
     ev.TokenArrived: ev.TokenArrived(P, 0, 0, 65),
+    ev.ForkArrived: ev.ForkArrived(P, 0, (65, 66)),
     ev.StopStringHit: ev.StopStringHit(P, 0, 0, 65),
     ev.LandedAt: ev.LandedAt(D, 0),
     ev.PushedBy: ev.PushedBy(P, 0),
@@ -45,6 +47,7 @@ NEXT_PHASE = {
     ev.ReservedBy: (Q, F, F, G, E),
     ev.RefusedBy: (Q, E, E, E, E),
     ev.TokenArrived: (Q, R, G, G, E),
+    ev.ForkArrived: (Q, R, F, G, E),
     ev.StopStringHit: (Q, R, E, G, E),
     ev.LandedAt: (Q, R, F, G, E),
     ev.PushedBy: (Q, R, F, G, E),
@@ -242,10 +245,29 @@ def test_an_attempt_that_goes_on_sends_the_tokens_so_far() -> None:
 
 
 def test_a_prompt_computed_by_decode_needs_no_prefill_worker_and_no_start() -> None:
-    state, actions = play(State(facts()), ev.Place(Placement(None, D, "a")), ev.ReservedBy(D, 0, TICKET))
+    state, actions = play(State(facts()), ev.Place(Placement(None, D, "a")), ev.ReservedBy(D, 0, None))
     assert actions == [SendCommand(D, Reserve(work(), local_prefill=True))]
     state, actions = play(state, ev.TokenArrived(D, 0, 0, 65))
     assert (state.phase, actions) == (Phase.DECODING, [Emit(0, 65)])
+
+
+def test_the_only_token_of_a_request_may_be_computed_by_decode_itself() -> None:
+    script = (ev.Place(Placement(None, D, "a")), ev.ReservedBy(D, 0, None), ev.TokenArrived(D, 0, 0, 65))
+    state, actions = play(State(facts(max_tokens=1)), *script)
+    assert actions[1:] == [Emit(0, 65), ReleasePlacement(None, D), Finish(FinishReason.LENGTH)]
+    assert step(state, ev.WorkerEnded(D, 0, "length"), 10.0)[1] == [ev.Drop("WorkerEnded")]
+
+
+@pytest.mark.parametrize(("placement", "ticket"), [(PLACED, None), (Placement(None, D, "a"), TICKET)])
+def test_a_worker_that_answers_another_kind_of_reserve_loses_the_attempt(
+    placement: Placement, ticket: Ticket | None
+) -> None:
+    state, actions = play(State(facts()), ev.Place(placement), ev.ReservedBy(D, 0, ticket))
+    assert (state.phase, state.attempt) == (Phase.QUEUED, 1)
+    assert actions[1:3] == [SendCommand(D, Abort(RID, 0)), ReleasePlacement(placement.prefill, D)]
+    assert isinstance(actions[3], Requeue)
+    assert actions[3].loss is not None
+    assert (actions[3].loss.cause, actions[3].loss.worker) == (ev.Cause.FAILED, D)
 
 
 def test_an_error_name_that_we_do_not_know_is_internal() -> None:

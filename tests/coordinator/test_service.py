@@ -30,7 +30,6 @@ from kvrelay.errors import (
     NotFound,
     ResourceExhausted,
     Unavailable,
-    Unimplemented,
 )
 from kvrelay.requests import RequestId, Role
 from kvrelay.rpc.channel import open_channel
@@ -262,8 +261,8 @@ LIMIT = 64 * 16
         ({"text": "x", "stop": ["a"] * 100_000}, InvalidArgument, "stop"),
         ({"text": "x", "stop_token_ids": [-1]}, InvalidArgument, "stop_token_ids[0]"),
         ({"text": "x", "n": 0}, InvalidArgument, "n"),
-        ({"text": "x", "n": 2}, Unimplemented, "n"),
-        ({"text": "x", "n": 10**6}, Unimplemented, "n"),
+        ({"text": "x", "n": 17}, InvalidArgument, "n"),
+        ({"text": "x", "n": 10**6}, InvalidArgument, "n"),
         ({"text": "x", "model": "other"}, NotFound, "model"),
         ({"chat": {"messages": [{"role": "user", "content": "x"}]}}, InvalidArgument, "chat"),
     ],

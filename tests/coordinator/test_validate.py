@@ -76,13 +76,20 @@ def test_values_at_the_edge_pass(changes: dict[str, Any]) -> None:
     check(RawRequest(**{**OK, **changes}), LIMITS)
 
 
-def test_an_unknown_model_is_not_found_and_more_samples_are_not_built() -> None:
+def test_an_unknown_model_is_not_found() -> None:
     with pytest.raises(errors.NotFound) as not_found:
         check(RawRequest(model="other", **OK), LIMITS)
     assert not_found.value.field == "model"
-    with pytest.raises(errors.Unimplemented) as unimplemented:
-        check(RawRequest(n=2, **OK), LIMITS)
-    assert unimplemented.value.field == "n"
+
+
+@pytest.mark.parametrize(("n", "good"), [(None, True), (1, True), (16, True), (0, False), (-1, False), (17, False)])
+def test_a_prompt_has_1_to_16_sequences(n: int | None, good: bool) -> None:
+    if good:
+        return check(RawRequest(n=n, **OK), LIMITS)
+    with pytest.raises(errors.InvalidArgument) as wrong:
+        check(RawRequest(n=n, **OK), LIMITS)
+    assert (wrong.value.field, str(wrong.value)) == ("n", f"n: must be 1 .. 16, not {n}")
+    return None
 
 
 def test_a_prompt_has_1_to_context_minus_1_tokens() -> None:

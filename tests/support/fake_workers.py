@@ -2,7 +2,8 @@
 
 Each command that arrives is kept in `got`. What the worker answers is a test's to choose: `hold` names steps that wait
 until they are let go: "reserve", "token0", "landed", "decode", "token N" (decode's, by index). Tokens are 97, 98, ...
-by index, or those of `script`.
+by index, or those of `script`; sequence s of several has them s further on, or those of `scripts[s]`, also when it goes
+on as a request of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvrelay.rpc.server import RpcServer
 from kvrelay.session import (
     Abort,
     Command,
+    ComputeRecord,
     Ended,
     Heartbeat,
     Hello,
@@ -49,14 +51,16 @@ class FakeWorker:
         self.role, self.name, self.life, self.num_blocks = role, name, life, num_blocks
         self.got: list[Command] = []
         self.script: list[int] | None = None
+        self.scripts: dict[int, list[int]] = {}
+        self.cached_tokens = 0
         self.refuse: Refused | None = None
         self.forever = False
         self.step_s = 0.0
         self.silent = False
         self.hold: dict[str, asyncio.Event] = {}
-        self.aborted: set[tuple[str, int]] = set()
+        self.aborted: set[tuple[str, int, int | None]] = set()
         self.sessions: list[asyncio.Queue[Report | Exception | None]] = []
-        self.known: dict[RequestId, tuple[Work, asyncio.Event]] = {}
+        self.known: dict[RequestId, Work] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
         self.server = RpcServer()
         self.address = ""
@@ -128,9 +132,9 @@ class FakeWorker:
         elif isinstance(command, Prefill):
             self._go(self._prefill(command))
         elif isinstance(command, Start):
-            self._go(self._decode(command))
+            self._start(command)
         elif isinstance(command, Abort):
-            self.aborted.add((command.request_id, command.attempt))
+            self.aborted.add((command.request_id, command.attempt, command.sequence))
 
     def _go(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -147,7 +151,13 @@ class FakeWorker:
         if self.refuse is not None:
             self.say(Report(refused=(_named(self.refuse, work),)))
             return
-        self.known[work.request_id] = (work, asyncio.Event())
+        self.known[work.request_id] = work
+        if command.local_prefill:
+            self.say(Report(reserved=(Reserved(work.request_id, work.attempt, None),), load=self.load()))
+            await self._gate("token0")
+            self._say_first(work)
+            self._run(work, self._firsts(work))
+            return
         size = len(work.token_ids) + 1
         table = BlockTable(0, 16, tuple(range(blocks_for(size, 16))), size)
         ticket = Ticket(Incarnation(self.life), len(self.known), table)
@@ -160,10 +170,9 @@ class FakeWorker:
             self.say(Report(refused=(_named(self.refuse, work),)))
             return
         rid, attempt = work.request_id, work.attempt
-        if (rid, attempt) in self.aborted:
+        if self._is_aborted(rid, attempt, 0):
             return
-        first = len(work.token_ids) - work.num_prompt_tokens
-        self.say(Report(tokens=(TokenOut(rid, attempt, 0, first, self._token_at(first)),), load=self.load()))
+        self._say_first(work)
         if command.destination is None:
             self.say(Report(ended=(Ended(rid, attempt, 0, "length"),)))
             return
@@ -172,27 +181,59 @@ class FakeWorker:
         pushed = Pushed(rid, attempt, "grpc", blocks, blocks * LAYOUT.block_bytes, 1, 0.004, 0.001)
         self.say(Report(pushed=(pushed,), ended=(Ended(rid, attempt, 0, "length"),), load=self.load()))
 
-    async def _decode(self, command: Start) -> None:
+    def _firsts(self, work: Work) -> tuple[int, ...]:
+        first = len(work.token_ids) - work.num_prompt_tokens
+        return tuple(self._token_at(first, sequence) for sequence in _sequences(work))
+
+    def _say_first(self, work: Work) -> None:
+        """The first token of each sequence, in one report with what computing the prompt took."""
+        rid, attempt, first = work.request_id, work.attempt, len(work.token_ids) - work.num_prompt_tokens
+        tokens = tuple(TokenOut(rid, attempt, s, first, token) for s, token in enumerate(self._firsts(work)))
+        record = ComputeRecord(rid, attempt, 0.001, 0.002, ((0.001, 0.002, 5),), self.cached_tokens)
+        self.say(Report(tokens=tokens, records=(record,), load=self.load()))
+
+    def _start(self, command: Start) -> None:
+        self._run(self.known[command.request_id], command.first_tokens, landed=True)
+
+    def _run(self, work: Work, firsts: tuple[int, ...], landed: bool = False) -> None:
+        """One task per sequence that does not end with its first token."""
+        index = len(work.token_ids) - work.num_prompt_tokens
+        for at, (sequence, token) in enumerate(zip(_sequences(work), firsts, strict=True)):
+            if work.stop.finish_of(index, token) is None:
+                self._go(self._decode(work, at, sequence, landed and at == 0))
+
+    async def _decode(self, work: Work, at: int, sequence: int, landed: bool) -> None:
+        """at: the sequence's number in this attempt, 0 for one that moved; sequence: whose tokens it says."""
         await self._gate("decode")
-        work, _ = self.known[command.request_id]
-        rid, attempt = command.request_id, command.attempt
-        self.say(Report(landed=(Landed(rid, attempt),)))
+        rid, attempt = work.request_id, work.attempt
+        if landed:
+            self.say(Report(landed=(Landed(rid, attempt),)))
         index = len(work.token_ids) - work.num_prompt_tokens + 1
-        while (rid, attempt) not in self.aborted:
+        while not self._is_aborted(rid, attempt, at):
             await asyncio.sleep(self.step_s)
             await self._gate(f"token {index}")
-            token = self._token_at(index)
+            token = self._token_at(index, sequence)
             reason = work.stop.finish_of(index, token)
-            ended = (Ended(rid, attempt, 0, reason.value),) if reason else ()
-            self.say(Report(tokens=(TokenOut(rid, attempt, 0, index, token),), ended=ended, load=self.load()))
+            ended = (Ended(rid, attempt, at, reason.value),) if reason else ()
+            self.say(Report(tokens=(TokenOut(rid, attempt, at, index, token),), ended=ended, load=self.load()))
             if reason and not self.forever:
                 return
             index += 1
 
-    def _token_at(self, index: int) -> int:
-        if self.script is None:
-            return 97 + index % 26
-        return self.script[index] if index < len(self.script) else BUILTIN_EOS
+    def _is_aborted(self, rid: RequestId, attempt: int, sequence: int) -> bool:
+        return not self.aborted.isdisjoint({(rid, attempt, None), (rid, attempt, sequence)})
+
+    def _token_at(self, index: int, sequence: int) -> int:
+        script = self.scripts.get(sequence, self.script)
+        if script is None:
+            return 97 + (index + sequence) % 26
+        return script[index] if index < len(script) else BUILTIN_EOS
+
+
+def _sequences(work: Work) -> range:
+    """Those that go on from these tokens; a sequence that moved says in its name which it is."""
+    _, dot, number = work.request_id.rpartition(".")
+    return range(int(number), int(number) + 1) if dot else range(work.n)
 
 
 def _named(refused: Refused, work: Work) -> Refused:
