@@ -31,9 +31,14 @@ class Room:
         self._queues = queues
         self._swap = swap
         self._sources: Counter[int] = Counter()  # blocks to copy from, each with that many references of ours
-        self._emptied: list[int] = []  # sole blocks swapped out by the plan being made: free for its own sequences
-        self._leaving: list[int] = []  # shared ones: our references go at apply
+        self._emptied: list[int] = []  # swapped out by the plan being made: free for its own sequences
+        self._leaving: Counter[int] = Counter()  # the same, but others refer to them too: our references go at apply
         self._read: list[tuple[int, ...]] = []  # slots swapped in by the plan
+
+    @property
+    def free_slots(self) -> int:
+        """Places in host memory that nothing lies in."""
+        return self._swap.num_free
 
     def available(self) -> int:
         """Free blocks that are promised to nobody."""
@@ -69,7 +74,8 @@ class Room:
             if not self._pool.is_writable(source, self._sources[source]):
                 new = self._take(seq, 1, last_resort)
                 if new is None:
-                    return False
+                    seq.shared_tail = not self._preempt_sharers(seq, source, last_resort)
+                    return not seq.shared_tail
                 self.copies.append((source, new[0]))
                 self._sources[source] += 1
                 self.num_copied += 1
@@ -94,21 +100,41 @@ class Room:
     def preempt_for(self, seq: SequenceState, shortage: int, last_resort: bool) -> bool:
         """Free `shortage` blocks by preempting no more sequences than needed; nobody if that cannot be reached.
 
-        Blocks that someone else refers to as well (a push under way) would not become free and do not count.
+        A block becomes free with the last sequence that refers to it; one that others than sequences refer to as well
+        (a push under way) would not, and does not count.
         """
-        victims: list[SequenceState] = []
+        references = Counter(self._leaving)
+        chosen: list[SequenceState] = []
+        freed: set[int] = set()
         for victim in self._queues.victims(seq, last_resort):
-            gain = self._pool.num_sole(victim.block_ids) + victim.promised
-            if gain:
-                victims.append(victim)
-                shortage -= gain
+            chosen.append(victim)
+            shortage -= victim.promised
+            for block_id in victim.block_ids:
+                references[block_id] += 1
+                if references[block_id] == self._pool.references(block_id):
+                    freed.add(block_id)
+                    shortage -= 1
             if shortage <= 0:
-                break
-        if shortage > 0:
+                self._preempt_all([v for v in chosen if v.promised or not freed.isdisjoint(v.block_ids)], last_resort)
+                return True
+        return False
+
+    def _preempt_sharers(self, seq: SequenceState, block_id: int, last_resort: bool) -> bool:
+        """Preempt all others that refer to this block of `seq`; nobody if one of them may not be."""
+        sharers = [v for v in self._queues.victims(seq, last_resort) if block_id in v.block_ids]
+        if self._pool.references(block_id) - self._sources[block_id] != 1 + len(sharers):
             return False
+        self._preempt_all(sharers, last_resort=True)  # nothing of theirs is wanted now, so nothing is gained by a swap
+        return self._pool.is_writable(block_id, self._sources[block_id])
+
+    def _preempt_all(self, victims: list[SequenceState], last_resort: bool) -> None:
         for victim in victims:
             self._preempt(victim, may_swap=not last_resort)
-        return True
+        for block_id, ours in list(self._leaving.items()):
+            if self._pool.references(block_id) == ours:
+                self._pool.release([block_id] * (ours - 1))
+                self._emptied.append(block_id)
+                del self._leaving[block_id]
 
     def release(self, seq: SequenceState) -> None:
         """It needs its blocks, and the slots it was swapped to, no more."""
@@ -122,12 +148,13 @@ class Room:
     def settle(self) -> None:
         """The plan has run: what it read from may be used again."""
         self._pool.release(self._sources.elements())
-        self._pool.release(self._leaving)
+        self._pool.release(self._leaving.elements())
         self._pool.release(self._emptied)
         for slots in self._read:
             self._swap.give_back(slots)
         self._sources.clear()
-        self._leaving, self._emptied, self._read = [], [], []
+        self._leaving.clear()
+        self._emptied, self._read = [], []
         self.copies, self.swap_out, self.swap_in = [], [], []
 
     def _take(self, seq: SequenceState, n: int, last_resort: bool) -> tuple[int, ...] | None:
@@ -168,9 +195,7 @@ class Room:
         if slots is None:
             return False
         self.swap_out += zip(seq.block_ids, slots, strict=False)
-        for block_id in seq.block_ids:
-            sole = self._pool.num_sole((block_id,))
-            (self._emptied if sole else self._leaving).append(block_id)
+        self._leaving.update(seq.block_ids)
         seq.swapped = Swapped(slots, seq.num_computed)
         seq.block_ids = ()
         seq.slots = 0
