@@ -230,7 +230,7 @@ async def test_the_number_of_open_streams_is_bounded(door: Door, pair: tuple[Fak
 async def test_without_workers_the_answer_is_unavailable_at_once(door: Door) -> None:
     answer = await door.ask(text="x")
     assert isinstance(answer.error, Unavailable)
-    assert answer.error.message == "no prefill worker has a session here"
+    assert answer.error.message == "no worker has a session here"
 
 
 LIMIT = 64 * 16
