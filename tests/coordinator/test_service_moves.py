@@ -210,9 +210,30 @@ async def test_a_worker_that_raises_in_mid_stream_200_times(door: Door, pair: tu
     assert raised == []
 
 
-@pytest.mark.parametrize(("at", "how"), [(0, "dies"), (1, "falls silent")])
-async def test_a_lost_worker_that_nobody_replaces_ends_its_requests_unavailable_after_the_grace(
-    door: Door, pair: tuple[FakeWorker, FakeWorker], at: int, how: str
+async def test_a_lost_prefill_worker_that_nobody_replaces_leaves_decode_to_go_on_alone(
+    door: Door, pair: tuple[FakeWorker, FakeWorker]
+) -> None:
+    prefill, decode = pair
+    held(prefill, "landed")
+    held(decode, "decode")
+    _, asked = door.begin(text="x", max_tokens=4)
+    await until(lambda: decode.commands(Start))
+    await prefill.die()
+    await until(lambda: len(decode.commands(Reserve)) == 2)
+    assert decode.commands(Reserve)[1].local_prefill
+    decode.let_go("decode")
+    answer = await asked
+    assert_whole(answer, 4, migrations=1)
+    assert answer.finished is not None
+    assert (answer.finished.prefill_worker, answer.finished.decode_worker) == ("", "d0")
+    assert not answer.finished.HasField("hand_off")
+    assert len(decode.commands(Start)) == 1
+    assert_whole(await door.ask(text="late", max_tokens=2), 2, migrations=0)
+
+
+@pytest.mark.parametrize("how", ["dies", "falls silent"])
+async def test_a_lost_decode_worker_that_nobody_replaces_ends_its_requests_unavailable_after_the_grace(
+    door: Door, pair: tuple[FakeWorker, FakeWorker], how: str
 ) -> None:
     prefill, decode = pair
     held(prefill, "landed")
@@ -221,17 +242,16 @@ async def test_a_lost_worker_that_nobody_replaces_ends_its_requests_unavailable_
     await until(lambda: decode.commands(Start))
     began = time.monotonic()
     if how == "dies":
-        await pair[at].die()
+        await decode.die()
     else:
-        pair[at].silent = True
+        decode.silent = True
     await asked
     assert isinstance(answer.error, Unavailable)
-    role, name = pair[at].role, pair[at].name
-    assert answer.error.message == f"no {role} worker is left: {role} worker {name} was lost"
+    assert answer.error.message == "no decode worker is left: decode worker d0 was lost"
     assert answer.error.retry_after_s == 1.0
     assert NO_WORKER_GRACE_S <= time.monotonic() - began < (5.5 if how == "dies" else 8.5)
     assert answer.ids == [97]
-    await until(lambda: pair[1 - at].commands(Abort))
+    await until(lambda: prefill.commands(Abort))
     await door.idle()
     assert isinstance((await door.ask(text="late")).error, Unavailable)
 
