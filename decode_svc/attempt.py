@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from engine.block_pool import BlockPool
+from engine.prefixes import Prefix
 from engine.scheduler import Scheduler
 from kvrelay.blocks import KVLayout, Ticket
 from kvrelay.requests import Incarnation, SequenceKey, SequenceSpec
@@ -15,7 +16,9 @@ from kvtransfer.store import BlockStore
 
 @dataclass(slots=True)
 class DecodeAttempt:
-    """ticket None: still waiting for blocks. block_ids: owned by us from landed until the scheduler takes them over."""
+    """ticket None: still waiting for blocks, or computed here. block_ids: owned by us from landed until the scheduler
+    takes them over. sequences: numbers of those that are not over.
+    """
 
     key: SequenceKey
     work: Work
@@ -25,6 +28,14 @@ class DecodeAttempt:
     running: bool = False
     block_ids: tuple[int, ...] = ()
     first_tokens: tuple[int, ...] = ()
+    prefix: Prefix | None = None
+    sequences: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.sequences.update(range(self.work.n))
+
+    def key_of(self, sequence: int) -> SequenceKey:
+        return replace(self.key, sequence=sequence)
 
     @property
     def num_tokens(self) -> int:
@@ -45,13 +56,16 @@ class DecodeParts:
     store: BlockStore
 
 
-def spec_of(key: SequenceKey, work: Work, first_tokens: tuple[int, ...]) -> SequenceSpec:
+def spec_of(key: SequenceKey, work: Work, first_token: int | None = None) -> SequenceSpec:
+    """One sequence that goes on behind its first token; without one all n of them, with the prompt to be computed."""
     return SequenceSpec(
         key=key,
-        token_ids=work.token_ids + first_tokens,
+        token_ids=work.token_ids if first_token is None else (*work.token_ids, first_token),
         num_prompt_tokens=work.num_prompt_tokens,
-        sampling=work.sampling,
+        sampling=work.sampling.of_sequence(key.sequence),
         stop=work.stop,
         tenant=work.tenant,
         cache_salt=work.cache_salt,
+        n=work.n if first_token is None else 1,
+        prefix_cache=work.prefix_cache,
     )

@@ -1,11 +1,12 @@
 """The decode life: KV in, tokens out. Runs on the engine thread; knows no sockets, protos or clocks.
 
 The life of an attempt here:
-1. Reserve: wait for blocks (FIFO), then a ticket: blocks RESERVED under a fresh epoch, answered Reserved.
+1. Reserve: wait for blocks (FIFO), then a ticket: blocks that are cached already are held, the others RESERVED under a
+   fresh epoch, answered Reserved. Or, with local prefill, the prompt joins the batch here and nobody pushes.
 2. The prefill worker opens the ticket over its link and writes; the receiver table says when all has landed.
-3. Landed: the blocks become HELD. Start: the token that prefill sampled. With both, the sequence joins the batch with
-   all but its last token computed.
-4. Each step's tokens go up in one report; Finished ends the attempt.
+3. Landed: the blocks become HELD, the full ones known by their keys. Start: the tokens that prefill sampled, one for
+   each of n sequences. With both they join the batch with all but their last token computed, sharing the blocks.
+4. Each step's tokens go up in one report; Finished ends a sequence, and the last one the attempt.
 Abort, deadline, a lost writer or the session's end stop it anywhere; the receiver table decides when memory comes back.
 A worker that drains gives back what waits for a ticket, lets the rest land and run, and gives that back at the end.
 """
@@ -16,7 +17,7 @@ from collections import deque
 
 from decode_svc.attempt import DecodeAttempt, DecodeParts, spec_of
 from decode_svc.grants import PoolRoom, next_grant
-from engine.events import Finished, Preempted, Sampled
+from decode_svc.running import Running
 from engine.plan import Plan, Result
 from kvrelay.blocks import BlockTable, Ticket, blocks_for
 from kvrelay.fault_points import fault_point
@@ -51,11 +52,19 @@ MAX_WAITING_RESERVES = 1024
 class DecodeCore:
     def __init__(self, parts: DecodeParts) -> None:
         self._p = parts
-        self._desk: Desk[DecodeAttempt] = Desk(self._drop, self._kept, cache=self._p.pool.cache)
+        self._desk: Desk[DecodeAttempt] = Desk(
+            self._drop,
+            self._kept,
+            drop_sequence=self._drop_sequence,
+            open_sequences=lambda attempt: sorted(attempt.sequences),
+            cache=parts.pool.cache,
+        )
+        self._running = Running(parts, self._desk)
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
         self._epoch = 0
         self._planned_nothing = False
+        self._planned_at = 0.0
         self._steady = SteadyClock()
         """For the table: how long a writer is given to end proves nothing if it was our clock that leapt."""
 
@@ -92,18 +101,19 @@ class DecodeCore:
             return
         attempt = DecodeAttempt(key, work, blocks_for(len(work.token_ids) + 1, self._p.layout.block_size))
         self._desk.attempts.add(attempt, now)
-        self._waiting.append(attempt)
+        if command.local_prefill:
+            self._running.compute(attempt, now)
+        else:
+            self._waiting.append(attempt)
 
     def _refusal(self, key: SequenceKey, command: Reserve) -> Refused | None:
         work = command.work
         refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._desk.draining)
         if refusal is not None:
             return refusal
-        if command.local_prefill:
-            return refused(work, "Unimplemented", "not built yet", "local_prefill")
         if len(self._waiting) >= MAX_WAITING_RESERVES:
             return refused(work, "ResourceExhausted", "too many reserves wait", retry_after_s=1.0)
-        if not self._p.scheduler.fits_alone(spec_of(key, work, ())):
+        if not self._p.scheduler.fits_alone(spec_of(key, work)):
             return refused(work, "InvalidArgument", f"does not fit {self._p.pool.num_blocks} blocks", "max_tokens")
         return None
 
@@ -127,11 +137,18 @@ class DecodeCore:
         self._head_since = None
 
     def _issue(self, attempt: DecodeAttempt, now: float) -> None:
+        """What is cached is held before anything is reserved: a reserve may evict."""
         self._epoch += 1
-        block_ids = self._p.pool.reserve(attempt.need, self._epoch)
-        assert block_ids is not None, "a granted reserve found no blocks"
-        table = BlockTable(self._p.layout.layer_group, self._p.layout.block_size, block_ids, attempt.num_tokens + 1)
-        attempt.ticket = Ticket(self._p.incarnation, self._epoch, table)
+        prefixes, token_ids = self._p.scheduler.prefixes, attempt.work.token_ids
+        attempt.prefix = prefixes.of(spec_of(attempt.key, attempt.work))
+        found = prefixes.find(attempt.prefix, token_ids) if attempt.prefix is not None else []
+        held = self._p.pool.hold(found)
+        reserved = self._p.pool.reserve(attempt.need - len(held), self._epoch)
+        assert reserved is not None, "a granted reserve found no blocks"
+        self._desk.counters["matched_tokens"] += len(held) * self._p.layout.block_size
+        layout = self._p.layout
+        table = BlockTable(layout.layer_group, layout.block_size, held + reserved, attempt.num_tokens + 1)
+        attempt.ticket = Ticket(self._p.incarnation, self._epoch, table, len(held))
         self._carry_out(
             self._p.table.reserve(attempt.ticket, attempt.num_tokens, attempt.key, self._steady.at(now)), now
         )
@@ -168,31 +185,33 @@ class DecodeCore:
         assert attempt is not None and attempt.ticket is not None, f"{key} landed and is not here"
         attempt.landed = True
         attempt.block_ids = attempt.ticket.table.block_ids
+        if attempt.prefix is not None:
+            self._p.scheduler.prefixes.publish_table(attempt.prefix, attempt.work.token_ids, attempt.block_ids)
         self._desk.tell(key, Landed(attempt.work.request_id, attempt.work.attempt))
         self._run_if_ready(attempt)
 
     def _start(self, event: CommandReceived, command: Start) -> None:
         attempt = self._desk.attempts.get(key_of(event.session, command.request_id, command.attempt))
-        if attempt is not None and not attempt.running:
-            attempt.first_tokens = command.first_tokens
-            self._run_if_ready(attempt)
+        if attempt is None or attempt.running:
+            return
+        if len(command.first_tokens) != attempt.work.n:
+            self._desk.counters["bad_start"] += 1
+            return
+        attempt.first_tokens = command.first_tokens
+        self._run_if_ready(attempt)
 
     def _run_if_ready(self, attempt: DecodeAttempt) -> None:
         """Runnable when landed and started."""
-        if not (attempt.landed and attempt.first_tokens):
-            return
-        fault_point("decode.started")
-        attempt.running = True
-        block_ids, attempt.block_ids = attempt.block_ids, ()
-        spec = spec_of(attempt.key, attempt.work, attempt.first_tokens)
-        self._p.scheduler.add(spec, block_ids=block_ids, num_computed=attempt.num_tokens)
+        if attempt.landed and attempt.first_tokens:
+            fault_point("decode.started")
+            self._running.start(attempt)
 
     # 4. steps
 
     def schedule(self, now: float) -> Plan | None:
         self._grant(now)
         plan = self._p.scheduler.schedule()
-        self._planned_nothing = plan is None
+        self._planned_nothing, self._planned_at = plan is None, now
         return plan
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
@@ -200,31 +219,34 @@ class DecodeCore:
         self._desk.moved(now)
         self._desk.step_id = plan.step_id
         self._desk.throughput.add(plan.num_samples, now)
+        self._running.note_step(plan, self._planned_at, now)
         for event in self._p.scheduler.apply(plan, result):
-            if isinstance(event, Sampled):
-                self._desk.token(event)
-            elif isinstance(event, Finished):
-                self._desk.end(event.key, event.reason.value)
-            elif isinstance(event, Preempted):
-                self._desk.counters["preempted"] += 1
+            self._running.take(event, now)
 
     # endings
 
     @staticmethod
     def _kept(attempt: DecodeAttempt, moving: bool) -> bool:
-        return attempt.ticket is not None and not moving
+        return (attempt.ticket is not None or attempt.running) and not moving
 
     def _drop(self, attempt: DecodeAttempt, now: float) -> None:
         """Forget an attempt. The table keeps its blocks until nobody can write to them any more."""
         self._desk.attempts.remove(attempt.key)
-        if attempt.ticket is None:
+        if attempt.running:
+            self._running.drop(attempt)
+        elif attempt.ticket is None:
             self._waiting.remove(attempt)
         elif not attempt.landed:
             self._carry_out(self._p.table.abort(attempt.ticket.epoch, self._steady.at(now)), now)
-        elif attempt.running:
-            self._p.scheduler.abort(attempt.key)
         else:
             self._p.pool.release(attempt.block_ids)
+
+    def _drop_sequence(self, attempt: DecodeAttempt, sequence: int, now: float) -> None:
+        """The others go on. Before they run they are one: then only its number is remembered."""
+        if attempt.sequences == {sequence}:
+            self._drop(attempt, now)
+        elif sequence in attempt.sequences:
+            self._running.drop_sequence(attempt, sequence)
 
     def actions(self, now: float) -> list[Action]:
         self._carry_out(self._p.table.tick(self._steady.at(now)), now)

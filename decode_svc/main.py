@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,7 @@ from decode_svc.service import DecodeService
 from engine.block_pool import BlockPool
 from engine.executor import Executor
 from engine.scheduler import Budgets, Scheduler
+from engine.swap_space import PreemptCosts
 from kvrelay.config import WorkerConfig
 from kvrelay.errors import KVRelayError
 from kvrelay.link import LinkWelcome
@@ -54,12 +56,20 @@ class DecodeMain:
     def build(self, shell: Shell) -> tuple[Core, Executor]:
         config = self._config
         executor = build_from(config)
-        pool = BlockPool(executor.pool.num_blocks)
+        pool = BlockPool(executor.pool.num_blocks, cache=config.prefix_cache)
         budgets = Budgets(
             max_tokens=config.step_tokens,
             max_sequences=config.max_sequences,
             max_prefill_tokens=max(1, config.step_tokens // RECOMPUTE_SHARE),
         )
+        scheduler = Scheduler(
+            pool,
+            config.block_size,
+            budgets,
+            fingerprint=self.identity.fingerprint,
+            swap_slots=executor.swap.num_blocks if executor.swap is not None else 0,
+        )
+        scheduler.room.costs = PreemptCosts(config.preempt, swap_s=_swap_s(executor))
         core = DecodeCore(
             DecodeParts(
                 incarnation=shell.incarnation,
@@ -67,7 +77,7 @@ class DecodeMain:
                 max_context=self.identity.max_context,
                 vocab_size=self.identity.vocab_size,
                 pool=pool,
-                scheduler=Scheduler(pool, config.block_size, budgets),
+                scheduler=scheduler,
                 table=ReceiverTable(
                     shell.incarnation,
                     executor.layout.block_bytes,
@@ -99,6 +109,16 @@ class DecodeMain:
             "kvrelay.v1.DecodeService",
         )
         server.add(link_pb2_grpc.add_LinkServiceServicer_to_server, LinkService(links), "kvrelay.v1.LinkService")
+
+
+def _swap_s(executor: Executor) -> float:
+    """Seconds that one block takes to host memory, measured once both sides are mapped."""
+    if executor.swap is None:
+        return 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        executor.swap.write(0, 0, executor.pool.read(0))
+    return time.perf_counter() - began
 
 
 def run_decode(config: WorkerConfig, on_ready: Callable[[str], None]) -> int:

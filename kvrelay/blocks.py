@@ -146,6 +146,12 @@ class KeyChain:
         self._block_size = block_size
         self._parent = root.digest()
 
+    def copy(self) -> KeyChain:
+        """Another chain that goes on from the same tokens."""
+        other = KeyChain.__new__(KeyChain)
+        other._block_size, other._parent = self._block_size, self._parent
+        return other
+
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Keys of the next full blocks, whose tokens these are; what does not fill a block is left out."""
         words = array("I", token_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
@@ -10,21 +10,19 @@ from kvrelay.blocks import KVLayout
 from kvrelay.requests import SequenceKey, SequenceSpec, StopRule
 from kvrelay.session import Destination, Work
 from kvtransfer.writer import WriterTable
+from worker.compute_notes import ComputeNotes
 from worker.pace import Pace
 
 
 @dataclass(slots=True)
 class PrefillAttempt:
-    """num_pushed: logical blocks made into parts (or cached at decode) so far. Times are of the core's clock."""
+    """num_pushed: logical blocks made into parts (or cached at decode) so far."""
 
     key: SequenceKey
     work: Work
     destination: Destination | None
-    received_at: float
+    notes: ComputeNotes
     num_pushed: int = 0
-    started_at: float | None = None
-    token_at: float | None = None
-    chunks: list[tuple[float, float, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +44,7 @@ class PrefillParts:
 
 
 def spec_of(key: SequenceKey, work: Work) -> SequenceSpec:
-    """A sequence that ends after one token: what ends the request is the coordinator's to say."""
+    """Sequences that end after one token each: what ends the request is the coordinator's to say."""
     return SequenceSpec(
         key=key,
         token_ids=work.token_ids,
@@ -55,4 +53,6 @@ def spec_of(key: SequenceKey, work: Work) -> SequenceSpec:
         stop=StopRule(max_tokens=len(work.token_ids) - work.num_prompt_tokens + 1),
         tenant=work.tenant,
         cache_salt=work.cache_salt,
+        n=work.n,
+        prefix_cache=work.prefix_cache,
     )

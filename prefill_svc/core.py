@@ -4,8 +4,9 @@ The life of an attempt here:
 1. Prefill: the sequence joins the batch, which computes its prompt chunk by chunk; at the same time the ticket is
    opened over the link to its decode worker, which is dialled if need be.
 2. After each chunk the newly full blocks, with the last chunk also the partial last one, become a part. A part holds a
-   reference on its blocks until its write has ended, whatever becomes of the sequence.
-3. The last chunk samples the next token; it goes up in the step's report.
+   reference on its blocks until its write has ended, whatever becomes of the sequence. Blocks found in the cache are
+   pushed like computed ones, before the first chunk.
+3. The last chunk samples the next token, one for each of n sequences; they go up in the step's report.
 4. Decode says landed: what the push cost goes up, and the attempt has ended.
 Abort, deadline, a refused ticket, a failed write or the session's end stop it anywhere. A worker that drains gives back
 prompts of which nothing is computed yet, and at the end of its grace those that are not done.
@@ -13,12 +14,11 @@ prompts of which nothing is computed yet, and at the end of its grace those that
 
 from __future__ import annotations
 
-from engine.events import Finished, Preempted, Sampled
+from engine.events import Finished, Matched, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
 from kvrelay.fault_points import fault_point
 from kvrelay.requests import SequenceSpec
 from kvrelay.session import (
-    ComputeRecord,
     Destination,
     Load,
     Prefill,
@@ -30,7 +30,8 @@ from kvtransfer import actions as handoff
 from kvtransfer.transports.base import WriteDone, WriteFailed
 from prefill_svc.attempt import PrefillAttempt, PrefillParts, spec_of
 from prefill_svc.peers import Peers
-from worker.attempts import key_of
+from worker.attempts import key_of, whole
+from worker.compute_notes import ComputeNotes
 from worker.desk import Desk
 from worker.events import (
     Action,
@@ -50,7 +51,9 @@ MAX_ATTEMPTS = 1024
 class PrefillCore:
     def __init__(self, parts: PrefillParts) -> None:
         self._p = parts
-        self._desk: Desk[PrefillAttempt] = Desk(self._drop, self._kept, cache=self._p.pool.cache)
+        self._desk: Desk[PrefillAttempt] = Desk(
+            self._drop, self._kept, drop_sequence=self._drop_sequence, cache=parts.pool.cache
+        )
         self._peers = Peers(parts.table.busy_with)
         self._planned_at = 0.0
         self._stepped = False
@@ -89,7 +92,7 @@ class PrefillCore:
         if refusal is not None:
             self._desk.tell(key, refusal)
             return
-        attempt = PrefillAttempt(key, work, destination, now)
+        attempt = PrefillAttempt(key, work, destination, ComputeNotes(now))
         self._desk.attempts.add(attempt, now)
         self._p.scheduler.add(spec)
         fault_point("prefill.taken")
@@ -121,7 +124,12 @@ class PrefillCore:
 
     def schedule(self, now: float) -> Plan | None:
         self._planned_at, self._stepped = now, False
-        return self._p.scheduler.schedule(self._p.pace.budget)
+        plan = self._p.scheduler.schedule(self._p.pace.budget)
+        for rows in plan.slices if plan is not None else ():
+            attempt = self._desk.attempts.get(rows.key)
+            if attempt is not None and attempt.destination is not None:
+                self._push(attempt, attempt.destination, rows, rows.start, now)
+        return plan
 
     def apply(self, plan: Plan, result: Result, now: float) -> None:
         """Parts are made before the scheduler applies: a sequence that ends in this step releases its blocks there."""
@@ -133,9 +141,10 @@ class PrefillCore:
         for rows in plan.slices:
             attempt = self._desk.attempts.get(rows.key)
             if attempt is not None:
-                self._note_chunk(attempt, rows, now)
+                fault_point("prefill.chunk")
+                attempt.notes.chunk(self._planned_at, now, len(rows.token_ids))
                 if attempt.destination is not None:
-                    self._push(attempt, attempt.destination, rows, now)
+                    self._push(attempt, attempt.destination, rows, rows.context_len, now)
         for event in self._p.scheduler.apply(plan, result):
             if isinstance(event, Sampled):
                 self._sampled(event, now)
@@ -143,21 +152,18 @@ class PrefillCore:
                 self._computed(event)
             elif isinstance(event, Preempted):
                 self._desk.counters["preempted"] += 1
+            elif isinstance(event, Matched):
+                self._matched(event)
 
-    def _note_chunk(self, attempt: PrefillAttempt, rows: SequenceSlice, now: float) -> None:
-        fault_point("prefill.chunk")
-        if attempt.started_at is None:
-            attempt.started_at = self._planned_at
-        chunk = (self._planned_at - attempt.received_at, now - self._planned_at, len(rows.token_ids))
-        attempt.chunks.append(chunk)
-
-    def _push(self, attempt: PrefillAttempt, destination: Destination, rows: SequenceSlice, now: float) -> None:
-        """Make a part of the blocks that this chunk filled; the part owns one reference on each source until written.
+    def _push(
+        self, attempt: PrefillAttempt, destination: Destination, rows: SequenceSlice, num_computed: int, now: float
+    ) -> None:
+        """Make a part of the blocks that are full by now; the part owns one reference on each source until written.
 
         A sequence preempted here computes its chunks again: what was pushed before is not pushed twice.
         """
-        last = rows.context_len == attempt.num_tokens
-        full = rows.context_len // self._p.layout.block_size
+        last = num_computed == attempt.num_tokens
+        full = num_computed // self._p.layout.block_size
         end = len(destination.ticket.expected_positions(attempt.num_tokens)) if last else full
         end += destination.ticket.num_cached_blocks if last else 0
         if end <= attempt.num_pushed:
@@ -170,33 +176,28 @@ class PrefillCore:
         ticket = destination.ticket
         self._carry_out(self._p.table.part_ready(ticket.incarnation, ticket.epoch, positions, sources, last, now))
 
-    def _sampled(self, event: Sampled, now: float) -> None:
+    def _matched(self, event: Matched) -> None:
         attempt = self._desk.attempts.get(event.key)
+        self._desk.counters["matched_tokens"] += event.num_tokens
+        if attempt is not None:
+            attempt.notes.matched(event.num_tokens)
+
+    def _sampled(self, event: Sampled, now: float) -> None:
+        attempt = self._desk.attempts.get(whole(event.key))
         if attempt is None:
             return
         fault_point("prefill.sampled")
-        attempt.token_at = now
+        attempt.notes.token_at = now
         self._desk.token(event)
 
     def _computed(self, event: Finished) -> None:
+        """Sequence 0 ends last; the others have no attempt of their own."""
         attempt = self._desk.attempts.get(event.key)
         if attempt is None:
             return
-        key = attempt.key
-        started_at = attempt.started_at if attempt.started_at is not None else attempt.received_at
-        token_at = attempt.token_at if attempt.token_at is not None else started_at
-        self._desk.tell(
-            key,
-            ComputeRecord(
-                key.request_id,
-                key.attempt,
-                queued_s=started_at - attempt.received_at,
-                active_s=token_at - started_at,
-                chunks=tuple(attempt.chunks),
-            ),
-        )
+        self._desk.tell(attempt.key, attempt.notes.record(attempt.key))
         if attempt.destination is None:
-            self._desk.end(key, event.reason.value)
+            self._desk.end(attempt.key, event.reason.value)
 
     # 4. the hand-off's ending
 
@@ -220,7 +221,7 @@ class PrefillCore:
             return
         fault_point("prefill.pushed")
         stats, key = action.stats, action.key
-        token_at = attempt.token_at if attempt.token_at is not None else stats.landed_at
+        token_at = attempt.notes.token_at if attempt.notes.token_at is not None else stats.landed_at
         self._desk.tell(
             key,
             Pushed(
@@ -239,7 +240,10 @@ class PrefillCore:
     @staticmethod
     def _kept(attempt: PrefillAttempt, moving: bool) -> bool:
         """One whose token is sampled is all but done: only its last blocks are on their way."""
-        return attempt.token_at is not None or (attempt.started_at is not None and not moving)
+        return attempt.notes.token_at is not None or (attempt.notes.started_at is not None and not moving)
+
+    def _drop_sequence(self, attempt: PrefillAttempt, sequence: int, now: float) -> None:
+        """Here all n are one: the prompt, and its blocks, are for the others too."""
 
     def _drop(self, attempt: PrefillAttempt, now: float) -> None:
         """Forget an attempt. Parts already posted keep their references until their writes have ended."""

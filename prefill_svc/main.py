@@ -56,7 +56,7 @@ class PrefillMain:
     def build(self, shell: Shell) -> tuple[Core, Executor]:
         config = self._config
         executor = build_from(config)
-        pool = BlockPool(executor.pool.num_blocks)
+        pool = BlockPool(executor.pool.num_blocks, cache=config.prefix_cache)
         budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
         core = PrefillCore(
             PrefillParts(
@@ -65,7 +65,7 @@ class PrefillMain:
                 vocab_size=self.identity.vocab_size,
                 transport=config.transport,
                 pool=pool,
-                scheduler=Scheduler(pool, config.block_size, budgets),
+                scheduler=Scheduler(pool, config.block_size, budgets, fingerprint=self.identity.fingerprint),
                 table=WriterTable(
                     shell.incarnation,
                     executor.layout.block_bytes,

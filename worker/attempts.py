@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from kvrelay.requests import RequestId, SequenceKey, SessionId
@@ -29,6 +30,11 @@ A = TypeVar("A", bound=HasWork)
 def key_of(session: SessionId, request_id: RequestId, attempt: int) -> SequenceKey:
     """Keys hold the session: ids of another coordinator, or of an earlier session, never meet."""
     return SequenceKey(session, request_id, attempt)
+
+
+def whole(key: SequenceKey) -> SequenceKey:
+    """The key that the attempt of a sequence is kept under: that of its sequence 0."""
+    return key if key.sequence == 0 else replace(key, sequence=0)
 
 
 class Attempts(Generic[A]):

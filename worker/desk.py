@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Generic
 
 from engine.block_pool import BlockPool
@@ -19,7 +18,7 @@ from engine.scheduler import Scheduler
 from kvrelay.requests import SequenceKey
 from kvrelay.session import Abort, Drain, Ended, Load, TokenOut
 from kvtransfer.actions import Count
-from worker.attempts import A, Attempts, key_of
+from worker.attempts import A, Attempts, key_of, whole
 from worker.cache_news import CachedBlocks, CacheNews
 from worker.drain import DrainTimes
 from worker.events import (
@@ -142,13 +141,13 @@ class Desk(Generic[A]):
 
     def end(self, key: SequenceKey, reason: str, code: str = "", message: str = "") -> None:
         """Forget an attempt that holds nothing any more, and say so. One that is unknown has been told already."""
-        attempt = self.attempts.remove(_whole(key))
+        attempt = self.attempts.remove(whole(key))
         if attempt is not None:
             self._tell_ended(key, tuple(self._open_sequences(attempt)), reason, code, message)
 
     def end_sequence(self, key: SequenceKey, reason: str, code: str = "", message: str = "") -> None:
         """Say that one sequence is over while its attempt lives on. Of an unknown attempt all has been told already."""
-        if self.attempts.get(_whole(key)) is not None:
+        if self.attempts.get(whole(key)) is not None:
             self._tell_ended(key, (key.sequence,), reason, code, message)
 
     def _tell_ended(
@@ -188,7 +187,7 @@ class Desk(Generic[A]):
         What the cache did goes with it; alone it makes a report only once it has waited for one.
         """
         self._news.look(now)
-        for session in {*self._outbox.speaking(), *self._news.due(now)}:
+        for session in dict.fromkeys((*self._outbox.speaking(), *self._news.due(now))):
             for events in self._news.take(session):
                 self._outbox.add(session, events)
         reports = self._outbox.drain(self.step_id, now, load)
@@ -206,8 +205,3 @@ class Desk(Generic[A]):
             draining=self.draining,
             counters=tuple(sorted(self.counters.items())),
         )
-
-
-def _whole(key: SequenceKey) -> SequenceKey:
-    """The key that the attempt of a sequence is kept under."""
-    return key if key.sequence == 0 else replace(key, sequence=0)

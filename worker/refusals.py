@@ -14,8 +14,6 @@ def refuse_work(work: Work, max_context: int, vocab_size: int, draining: bool) -
     """The refusal, or None when the work can be taken. max_context in tokens."""
     if draining:
         return refused(work, "Unavailable", "the worker is draining")
-    if work.n != 1:
-        return refused(work, "Unimplemented", f"n must be 1, got {work.n}", "n")
     if not work.token_ids:
         return refused(work, "InvalidArgument", "there are no tokens", "token_ids")
     if not 1 <= work.num_prompt_tokens <= len(work.token_ids):

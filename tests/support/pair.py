@@ -92,13 +92,14 @@ class Pair:
         step_tokens: int = 64,
         seed: int | None = None,
         verify_kv: bool = False,
+        cache: bool = True,
     ) -> None:
         self.transport = transport
         self.rng = random.Random(seed) if seed is not None else None
         self.now = 1000.0
         refuses_late = transport == "grpc"
         self.p_exec, self.d_exec = HashExecutor(prefill_blocks, 16, VOCAB), HashExecutor(decode_blocks, 16, VOCAB)
-        self.p_pool, self.d_pool = BlockPool(prefill_blocks), BlockPool(decode_blocks)
+        self.p_pool, self.d_pool = BlockPool(prefill_blocks, cache=cache), BlockPool(decode_blocks, cache=cache)
         layout = self.p_exec.layout
         budgets = Budgets(max_tokens=step_tokens)
         self.writer = WriterTable(
@@ -304,6 +305,7 @@ class Pair:
     def is_quiet(self) -> bool:
         loads = (self.prefill.load(self.now), self.decode.load(self.now))
         return all(
-            load.running == load.waiting == load.transfers_in_flight == 0 and load.blocks.free == load.blocks.total
+            load.running == load.waiting == load.transfers_in_flight == 0
+            and load.blocks.free + load.blocks.cached == load.blocks.total
             for load in loads
         )

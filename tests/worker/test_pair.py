@@ -142,7 +142,6 @@ def test_lost_prefill_ends_the_attempt_and_its_blocks_return_after_the_peers_end
 def test_what_cannot_be_taken_is_refused_by_name(pair: Pair) -> None:
     base = make_work("x", 40, 20)
     cases = {
-        "n": replace(base, request_id="n", n=2),
         "token_ids": replace(base, request_id="token_ids", token_ids=(*base.token_ids[:-1], 999)),
         "max_tokens": replace(base, request_id="max_tokens", stop=StopRule(100_000)),
     }

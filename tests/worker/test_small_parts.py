@@ -81,7 +81,6 @@ def test_throughput_counts_the_last_two_seconds() -> None:
 def test_refusals_name_the_field() -> None:
     good = make_work("a", 10, 5)
     cases: dict[str, tuple[Work, str, str]] = {
-        "n": (replace(good, n=3), "Unimplemented", "n"),
         "empty": (replace(good, token_ids=(), num_prompt_tokens=0), "InvalidArgument", "token_ids"),
         "prompt": (replace(good, num_prompt_tokens=11), "InvalidArgument", "num_prompt_tokens"),
         "context": (replace(good, token_ids=(1,) * 100, num_prompt_tokens=100), "InvalidArgument", "token_ids"),
