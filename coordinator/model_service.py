@@ -9,6 +9,9 @@ from kvrelay.config import CoordinatorConfig
 from kvrelay.rpc.convert import model_to_proto
 from kvrelay.v1 import model_pb2, model_pb2_grpc
 
+SMALLEST_PREFIX = 2
+"""Tokens: only full blocks are cached, and the last token of a prompt is always computed."""
+
 
 class ModelService(model_pb2_grpc.ModelServiceServicer):
     def __init__(self, config: CoordinatorConfig, model: ServedModel, roster: Roster) -> None:
@@ -22,6 +25,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     async def GetModel(self, request: model_pb2.GetModelRequest, context: object) -> model_pb2.GetModelResponse:
         limits = self._model.limits(self._roster.context_limit)
         validate.check_model(request.model, limits)
+        block_size = self._roster.block_size
         return model_pb2.GetModelResponse(
             identity=model_to_proto(self._model.identity),
             context_limit=limits.context_limit,
@@ -30,6 +34,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             max_stop_string_bytes=validate.MAX_STOP_STRING_BYTES,
             max_n=validate.MAX_N,
             max_request_bytes=self._config.max_request_bytes,
-            block_size=self._roster.block_size,
+            block_size=block_size,
             chat_template=limits.has_chat_template,
+            smallest_cacheable_prefix=max(SMALLEST_PREFIX, block_size) if self._roster.caches else 0,
         )

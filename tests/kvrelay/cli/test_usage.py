@@ -63,7 +63,8 @@ def test_wrong_usage_exits_2(arguments):
     ("arguments", "message"),
     [
         (["--dtype", "fp32"], "--dtype must be one of bfloat16, float32, not 'fp32'"),
-        (["--prefill", "0"], "--prefill must be at least 1, not 0"),
+        (["--prefill", "-1"], "--prefill must be at least 0, not -1"),
+        (["--decode", "0"], "--decode must be at least 1, not 0"),
         (["--listen", "nowhere"], "--listen must be HOST:PORT"),
         (["--config", "/nowhere.toml"], "cannot read the configuration file /nowhere.toml"),
     ],
