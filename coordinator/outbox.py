@@ -11,7 +11,10 @@ MAX_COMMANDS = 4096
 
 
 class CommandOutbox:
-    """First in, first out, but an Abort goes to the front and takes the unsent commands of its attempt with it."""
+    """First in, first out, but an Abort goes to the front and takes the unsent commands of its attempt with it.
+
+    That of one sequence takes nothing with it, and follows what is unsent of its attempt: others need their Start.
+    """
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
@@ -24,13 +27,16 @@ class CommandOutbox:
         return len(self._commands) >= MAX_COMMANDS
 
     def put(self, command: Command) -> None:
-        if not isinstance(command, Abort):
+        if not isinstance(command, Abort) or (command.sequence is not None and self._waits(command)):
             self._commands.append(command)
-        elif not self._take_back(command):
+        elif command.sequence is not None or not self._take_back(command):
             self._commands.appendleft(command)
 
     def pop(self) -> Command:
         return self._commands.popleft()
+
+    def _waits(self, abort: Abort) -> bool:
+        return any(_attempt_of(command) == (abort.request_id, abort.attempt) for command in self._commands)
 
     def _take_back(self, abort: Abort) -> bool:
         """Remove what is unsent of the attempt. True if its opening command was: then the worker never knew of it."""

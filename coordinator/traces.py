@@ -5,25 +5,50 @@ Durations that a worker measured are laid where our own clock saw their beginnin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator.live import Attempt, Live
 from kvrelay.telemetry.request_trace import AttemptTrace, Chunk, Interval, RequestTrace
 
 
 def trace_of(live: Live, model: str, now: float) -> RequestTrace:
     """The record of a request at its end; also of one that was cut off (`now` is then its end)."""
-    start = live.times.accepted_at
-    ended = (live.times.ended_at or now) - start
-    offsets = tuple(t - start for t in live.journal.times)
-    tries = [*live.lost, live.attempt]
     return RequestTrace(
         request_id=live.id,
         accepted_ns=live.times.accepted_ns,
-        outcome=live.outcome or "Cancelled",
-        attempts=tuple(_attempt_trace(live, tries, i, offsets, ended) for i in range(len(tries))),
+        outcome=_outcome(live),
+        attempts=_forked(live, now) if live.children else _attempts(live, now),
         model=model,
         prompt_tokens=len(live.facts.prompt_ids),
         cached_tokens=live.cached_tokens,
     )
+
+
+def _outcome(live: Live) -> str:
+    """Of n sequences that of the first one that failed, or of the first one."""
+    outcomes = [one.outcome or "Cancelled" for one in live.children or (live,)]
+    return next((outcome for outcome in outcomes if outcome not in ("stop", "length")), outcomes[0])
+
+
+def _attempts(live: Live, now: float) -> tuple[AttemptTrace, ...]:
+    start = live.times.accepted_at
+    ended = (live.times.ended_at or now) - start
+    offsets = tuple(t - start for t in live.journal.times)
+    tries = [*live.lost, live.attempt]
+    return tuple(_attempt_trace(live, tries, i, offsets, ended) for i in range(len(tries)))
+
+
+def _forked(prompt: Live, now: float) -> tuple[AttemptTrace, ...]:
+    """Up to the fork once, with the hand-off as the first sequence knows it that lived to hear of it."""
+    last = len(prompt.lost)
+    of_each = [_attempts(child, now) for child in prompt.children]
+    whole = next((attempts for attempts in of_each if attempts[last].push is not None), of_each[0])
+    common = replace(whole[last], decode=None, token_offsets_s=(), lost_worker="", cause="", migrated_s=None)
+    own = []
+    for child, attempts in zip(prompt.children, of_each, strict=True):
+        first = replace(attempts[last], queue=None, place=None, reserve=None, prefill=None, chunks=(), push=None)
+        own += [replace(attempt, sequence=child.sequence) for attempt in (first, *attempts[last + 1 :])]
+    return (*whole[:last], common, *own)
 
 
 def _attempt_trace(
@@ -39,6 +64,8 @@ def _attempt_trace(
     first = tokens[0] if tokens else ended
     pushed, landed, placement, loss = attempt.pushed, _since(start, attempt.landed_at), attempt.placement, attempt.loss
     decode = (placement.decode if placement else None) or ""
+    alone = bool(decode) and placement is not None and placement.prefill is None
+    computed = _since(start, attempt.reserved_at) if alone else sent
     on_decode = len(tokens) > 1 or (tokens and decode and (later is not None or live.handed_over))
     return AttemptTrace(
         ended_s=ended,
@@ -53,8 +80,8 @@ def _attempt_trace(
         queue=Interval(attempt.queued_at - start, routed if routed is not None else ended),
         place=_between(routed, placed, ended),
         reserve=_between(placed, _since(start, attempt.reserved_at), ended) if decode else None,
-        prefill=_between(sent, first, ended),
-        chunks=_chunks(attempt, sent),
+        prefill=_between(computed, first, ended),
+        chunks=_chunks(attempt, placed if alone else sent),
         push=Interval(landed - pushed.seconds, landed) if pushed and landed is not None else None,
         decode=Interval(first, ended) if on_decode else None,
         transport=pushed.transport if pushed else "",
@@ -80,6 +107,7 @@ def _between(start: float | None, end: float | None, ended: float) -> Interval |
 
 
 def _chunks(attempt: Attempt, sent: float | None) -> tuple[Chunk, ...]:
+    """sent: when the command that the worker counts from was."""
     record = attempt.prefill_record
     if record is None or sent is None:
         return ()

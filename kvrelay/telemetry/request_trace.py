@@ -41,7 +41,8 @@ class AttemptTrace:
     """One try on one placement. token_offsets_s: of its own tokens, the first of which has index first_index.
 
     ended_s: when the request ended or the attempt was lost. lost_worker: whose loss that was; its open span is closed
-    as lost. cause, migrated_s: why it was lost, and when the tokens went on (or the request ended).
+    as lost. cause, migrated_s: why it was lost, and when the tokens went on (or the request ended). Without a prefill
+    worker decode computed the prompt. sequence: which of n sequences, None for what they have in common.
     """
 
     ended_s: float
@@ -64,6 +65,7 @@ class AttemptTrace:
     num_blocks: int = 0
     num_bytes: int = 0
     exposed_s: float = 0.0
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class RequestTrace:
     """What the coordinator recorded of a request. All times are seconds from accept; intervals that never were: None.
 
     accepted_ns: wall clock at accept. outcome: "stop", "length" or the class name of the error. attempts: the lost
-    ones, then the one that the request ended with.
+    ones, then the one that the request ended with; of n sequences first what they have in common, then those of each.
     """
 
     request_id: str
@@ -101,7 +103,7 @@ def _build_attempt(builder: _Builder, parent: Span, attempt: AttemptTrace) -> No
     builder.add(parent, names.SPAN_QUEUE, attempt.queue)
     builder.add(parent, names.SPAN_PLACE, attempt.place)
     builder.add(parent, names.SPAN_RESERVE, attempt.reserve, attempt.decode_worker)
-    prefill = builder.add(parent, names.SPAN_PREFILL, attempt.prefill, attempt.prefill_worker)
+    prefill = builder.add(parent, names.SPAN_PREFILL, attempt.prefill, attempt.prefill_worker or attempt.decode_worker)
     for chunk in attempt.chunks if prefill is not None else ():
         interval = Interval(chunk.start_s, chunk.end_s)
         builder.add(prefill, names.SPAN_PREFILL_CHUNK, interval, extra={names.CHUNK_TOKENS: chunk.num_tokens})
@@ -134,6 +136,8 @@ class _Builder:
         if interval is None or parent is None:
             return None
         attributes: dict[str, AttributeValue] = {names.ATTEMPT: self._attempt.number, **(extra or {})}
+        if self._attempt.sequence is not None:
+            attributes[names.SEQUENCE] = self._attempt.sequence
         if worker:
             attributes[names.WORKER] = worker
         span = self._tracer.start_span(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.door import MODEL
 from support.lifecycles import PLACED, D, P, facts
 
 from coordinator.events import Cause, Loss, Placement
+from coordinator.families import Families
 from coordinator.live import Attempt, Live, Times
 from coordinator.output import OutputText
 from coordinator.states import Phase, State, Tries
 from coordinator.stream import StreamBuffer
 from coordinator.traces import trace_of
 from kvrelay.requests import WorkerId
-from kvrelay.telemetry.request_trace import Interval
+from kvrelay.session import ComputeRecord, Pushed
+from kvrelay.telemetry.request_trace import Chunk, Interval
 
 LOST_D = Loss(Cause.LOST, D, "decode worker d0 was lost")
 SECOND = Placement(P, WorkerId("d1"), "a")
@@ -72,3 +76,55 @@ def test_an_attempt_that_found_no_room_leaves_no_trace_but_a_longer_queue() -> N
     live.times.ended_at = 104.0
     (only,) = trace_of(live, "m", 200.0).attempts
     assert (only.number, only.queue, only.decode_worker) == (1, Interval(0.0, 3.0), "d1")
+
+
+def test_a_prompt_that_decode_computed_has_a_prefill_part_of_decode() -> None:
+    live = a_live(3)
+    placed(live.attempt, Placement(None, D, "a"), 100.5)
+    live.attempt.prefill_sent_at = None
+    live.attempt.prefill_record = ComputeRecord(live.id, 0, 0.1, 0.2, ((0.125, 0.25, 17),))
+    live.state = State(facts(9), Phase.ENDED, 0, 3, live.attempt.placement)
+    live.times.ended_at, live.outcome = 104.0, "stop"
+    (only,) = trace_of(live, "m", 200.0).attempts
+    assert (only.prefill_worker, only.decode_worker) == ("", D)
+    assert (only.reserve, only.prefill) == (Interval(0.5, 100.6 - 100.0), Interval(100.6 - 100.0, 1.0))
+    assert only.chunks == (Chunk(0.625, 0.875, 17),)
+    assert (only.decode, only.push) == (Interval(1.0, 4.0), None)
+
+
+def test_sequences_have_what_came_before_the_fork_in_common_and_then_a_part_each() -> None:
+    """The second one ends with its first token, the third loses decode; only the first hears of the hand-off."""
+    prompt = a_live(0)
+    placed(prompt.attempt, PLACED, 100.25)
+    prompt.state = State(replace(facts(9), n=3), attempt=1)
+    prompt.anew(LOST_D, 100.5)
+    placed(prompt.attempt, PLACED, 100.5)
+    prompt.state = State(replace(facts(9), n=3), Phase.ENDED, 1, placement=PLACED, tries=Tries(lost=1))
+    prompt.more_texts = (prompt.text, prompt.text)
+    one, two, three = Families({}).found(prompt)
+    for child, count in ((one, 3), (two, 1), (three, 2)):
+        for i in range(count):
+            child.journal.append(i, 65, 101.0 + i)
+        child.state = replace(child.state, phase=Phase.ENDED, num_tokens=count)
+    one.attempt.landed_at, one.attempt.pushed = 101.5, Pushed(prompt.id, 1, "nixl", 2, 64, 1, 0.25, 0.5)
+    one.times.ended_at, one.outcome = 103.0, "length"
+    two.times.ended_at, two.outcome = 101.0, "stop"
+    three.state = replace(three.state, fork=None, attempt=2)
+    three.anew(LOST_D, 102.5)
+    three.times.ended_at, three.outcome = 106.0, "Unavailable"
+    record = trace_of(prompt, "m", 200.0)
+    assert (record.request_id, record.outcome) == (prompt.id, "Unavailable")
+    before, common, of_one, of_two, of_three, again = record.attempts
+    assert (before.number, before.sequence, before.cause) == (0, None, "worker_lost")
+    assert (common.number, common.sequence, common.prefill) == (1, None, Interval(100.6 - 100.0, 1.0))
+    assert (common.push, common.num_bytes, common.decode) == (Interval(1.25, 1.5), 64, None)
+    assert common.token_offsets_s == ()
+    own = [(a.number, a.sequence, a.token_offsets_s, a.decode) for a in (of_one, of_two, of_three, again)]
+    assert own == [
+        (1, 0, (1.0, 2.0, 3.0), Interval(1.0, 3.0)),
+        (1, 1, (1.0,), None),
+        (1, 2, (1.0, 2.0), Interval(1.0, 2.5)),
+        (2, 2, (), None),
+    ]
+    assert all((a.queue, a.prefill, a.push) == (None, None, None) for a in (of_one, of_two, of_three))
+    assert (of_three.lost_worker, of_three.migrated_s, again.queue) == (D, 6.0, Interval(2.5, 6.0))

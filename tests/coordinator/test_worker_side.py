@@ -56,6 +56,13 @@ def test_an_abort_of_what_was_sent_overtakes_what_was_not() -> None:
     ]
 
 
+def test_an_abort_of_one_sequence_follows_what_is_unsent_of_its_attempt_and_overtakes_all_else() -> None:
+    start, one = Start(A, 0, (5, 6)), Abort(A, 0, 1)
+    assert drained(Heartbeat(1, 0.0), start, Reserve(work(B)), one) == [Heartbeat(1, 0.0), start, Reserve(work(B)), one]
+    assert drained(Heartbeat(1, 0.0), Reserve(work(B)), one) == [one, Heartbeat(1, 0.0), Reserve(work(B))]
+    assert drained(start, one, Abort(A, 0)) == [Abort(A, 0)]
+
+
 def test_an_abort_leaves_other_attempts_alone() -> None:
     assert drained(Reserve(work(A, 1)), Abort(A, 0)) == [Abort(A, 0), Reserve(work(A, 1))]
 
