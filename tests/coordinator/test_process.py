@@ -89,7 +89,10 @@ async def test_the_trace_of_a_request_has_a_span_for_each_part_of_its_life() -> 
         await coordinator.stop(1.0)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     root = spans.pop("kvrelay.v1.InferenceService/Generate")
-    assert sorted(spans) == ["decode", "kv.push", "place", "prefill", "prefill.chunk", "queue", "reserve"]
+    chunk = spans.pop("prefill.chunk")
+    assert chunk.parent is not None
+    assert chunk.parent.span_id == spans["prefill"].context.span_id
+    assert sorted(spans) == ["decode", "kv.push", "place", "prefill", "queue", "reserve"]
     assert all(span.parent is not None and span.parent.span_id == root.context.span_id for span in spans.values())
     assert f"{root.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     sent = decode.commands(Reserve)[0].work.traceparent
