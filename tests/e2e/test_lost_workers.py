@@ -248,7 +248,10 @@ def serves(target: str, num_workers: int) -> bool:
 def holds_nothing(target: str) -> bool:
     with Client(target) as client:
         workers = client.topology()["workers"]
-    return all(w["blocks"]["free"] == w["blocks"]["total"] and not w["transfers_in_flight"] for w in workers)
+    return all(
+        w["blocks"]["free"] + w["blocks"]["cached"] == w["blocks"]["total"] and not w["transfers_in_flight"]
+        for w in workers
+    )
 
 
 def children_of(pid: int) -> list[int]:
