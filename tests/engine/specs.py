@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from engine.block_pool import BlockPool
-from engine.events import Event
+from engine.events import Event, Matched
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
 from engine.plan import Plan, Result
@@ -52,10 +52,28 @@ def rows(plan: Plan) -> list[tuple[str, int, int]]:
     return [(s.key.request_id, s.start, len(s.token_ids)) for s in plan.slices]
 
 
-def hash_engine(num_blocks: int, block_size: int = 16, budgets: Budgets | None = None) -> tuple[LocalEngine, BlockPool]:
-    pool = BlockPool(num_blocks)
-    executor = HashExecutor(num_blocks, block_size)
-    return LocalEngine(executor, Scheduler(pool, block_size, budgets or Budgets())), pool
+def hash_engine(
+    num_blocks: int,
+    block_size: int = 16,
+    budgets: Budgets | None = None,
+    *,
+    cache: bool = False,
+    swap_slots: int = 0,
+    fingerprint: str = "",
+) -> tuple[LocalEngine, BlockPool]:
+    pool = BlockPool(num_blocks, cache=cache)
+    executor = HashExecutor(num_blocks, block_size, swap_blocks=swap_slots)
+    scheduler = Scheduler(pool, block_size, budgets or Budgets(), fingerprint=fingerprint, swap_slots=swap_slots)
+    return LocalEngine(executor, scheduler), pool
+
+
+def cached_tokens(events: Iterable[Event]) -> dict[str, int]:
+    """Tokens that needed no computing when a sequence was first admitted, by request."""
+    found: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Matched):
+            found.setdefault(event.key.request_id, event.num_tokens)
+    return found
 
 
 def alone(sequence: SequenceSpec, block_size: int = 16) -> tuple[int, ...]:
