@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Protocol
 
 from kvrelay.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, report
 from kvrelay.cli.prompt import read_prompt
-from kvrelay.client import AsyncClient, GenerateOptions, GenerateResult, Prompt
+from kvrelay.client import AsyncClient, Choice, GenerateOptions, GenerateResult, Prompt
 from kvrelay.errors import KVRelayError
 
-OnText = Callable[[str], None]
-Ask = Callable[[Prompt, OnText], GenerateResult]
-"""Answers a prompt, handing out each piece of text as it becomes certain; raises KVRelayError."""
+
+class Listener(Protocol):
+    """Hears of an answer while it comes: each piece of text as it becomes certain, each sequence when it has ended.
+
+    The tail of a sequence comes with `choice` alone.
+    """
+
+    def text(self, piece: str) -> None: ...
+
+    def choice(self, choice: Choice) -> None: ...
+
+
+Ask = Callable[[Prompt, Listener], GenerateResult]
+"""Answers a prompt; raises KVRelayError."""
 
 
 def ask_cluster(target: str, options: GenerateOptions) -> Ask:
     """Asks the coordinator at `target`. Ctrl-C cancels the request there."""
 
-    async def stream(prompt: Prompt, on_text: OnText) -> GenerateResult:
+    async def stream(prompt: Prompt, listener: Listener) -> GenerateResult:
+        told = 0
         async with AsyncClient(target) as client, client.generate(prompt, **options) as tokens:
             async for token in tokens:
-                on_text(token.text)
-            on_text(tokens.result.tail)
+                while told < len(tokens.choices):
+                    listener.choice(tokens.choices[told])
+                    told += 1
+                listener.text(token.text)
+            for choice in tokens.choices[told:]:
+                listener.choice(choice)
             return tokens.result
 
-    return lambda prompt, on_text: asyncio.run(stream(prompt, on_text))
+    return lambda prompt, listener: asyncio.run(stream(prompt, listener))
 
 
-def answer(ask: Ask, prompt: str | None, tokens_file: str, chat: bool, as_json: bool) -> int:
+def answer(ask: Ask, prompt: str | None, tokens_file: str, chat: bool, as_json: bool, n: int = 1) -> int:
     """Print the answer: as it comes, or as one JSON object. An error leaves stdout as it is."""
-    printed = _Streaming(enabled=not as_json)
+    printed: _Streaming | _Whole = _Streaming(enabled=not as_json) if n == 1 else _Whole(n, enabled=not as_json)
     try:
-        result = ask(read_prompt(prompt, tokens_file, chat), printed.write)
+        result = ask(read_prompt(prompt, tokens_file, chat), printed)
     except KVRelayError as error:
         printed.end()
         report(error, as_json)
@@ -49,21 +67,26 @@ def answer(ask: Ask, prompt: str | None, tokens_file: str, chat: bool, as_json: 
 
 
 def result_object(result: GenerateResult) -> dict[str, object]:
-    """What `generate --json` prints; times in ms as this client saw them."""
+    """What `generate --json` prints; times in ms as this client saw them. Several answers: also all of them."""
+    of_all = {"request_id": result.request_id, "seed": result.seed, "model": result.model}
+    if len(result.choices) < 2:
+        return of_all | _of_one(result)
+    choices = [{"sequence": choice.sequence} | _of_one(choice) for choice in result.choices]
+    return of_all | _of_one(result) | {"choices": choices}
+
+
+def _of_one(choice: Choice | GenerateResult) -> dict[str, object]:
     return {
-        "request_id": result.request_id,
-        "token_ids": list(result.token_ids),
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "usage": asdict(result.usage),
-        "ttft_ms": None if result.ttft_ms is None else round(result.ttft_ms, 3),
-        "gaps_ms": [round(gap, 3) for gap in result.gaps_ms],
-        "prefill_worker": result.prefill_worker,
-        "decode_worker": result.decode_worker,
-        "seed": result.seed,
-        "model": result.model,
-        "hand_off": asdict(result.hand_off) if result.hand_off else None,
-        "migrations": result.migrations,
+        "token_ids": list(choice.token_ids),
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "usage": asdict(choice.usage),
+        "ttft_ms": None if choice.ttft_ms is None else round(choice.ttft_ms, 3),
+        "gaps_ms": [round(gap, 3) for gap in choice.gaps_ms],
+        "prefill_worker": choice.prefill_worker,
+        "decode_worker": choice.decode_worker,
+        "hand_off": asdict(choice.hand_off) if choice.hand_off else None,
+        "migrations": choice.migrations,
     }
 
 
@@ -74,11 +97,33 @@ class _Streaming:
         self._enabled = enabled
         self._any = False
 
-    def write(self, text: str) -> None:
-        if self._enabled and text:
+    def text(self, piece: str) -> None:
+        if self._enabled and piece:
             self._any = True
-            print(text, end="", flush=True)
+            print(piece, end="", flush=True)
+
+    def choice(self, choice: Choice) -> None:
+        self.text(choice.tail)
 
     def end(self) -> None:
         if self._any:
             print(flush=True)
+
+
+class _Whole:
+    """One of n answers at a time, whole, as they end: the text on stdout, its number on stderr."""
+
+    def __init__(self, n: int, enabled: bool) -> None:
+        self._n = n
+        self._enabled = enabled
+
+    def text(self, piece: str) -> None:
+        """They come all at once, so nothing is shown before its answer has ended."""
+
+    def choice(self, choice: Choice) -> None:
+        if self._enabled:
+            print(f"[{choice.sequence + 1} of {self._n}: {choice.finish_reason}]", file=sys.stderr, flush=True)
+            print(choice.text, flush=True)
+
+    def end(self) -> None:
+        """Every answer has its line end already."""

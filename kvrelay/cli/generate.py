@@ -22,8 +22,12 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Smallest set of tokens with this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="The k likeliest tokens; 0 is off.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the same answer again.")] = None,
+    n: Annotated[int, typer.Option("-n", "--n", help="Answers to the one prompt, each printed when complete.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Neither use nor fill caches of prompts.")
+    ] = False,
     deadline: Annotated[float | None, typer.Option(metavar="SECONDS", help="Give up after this long.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object at the end, no streaming.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Answer in this process, without any split.")] = False,
@@ -37,7 +41,7 @@ def generate(
     attention: Annotated[str | None, typer.Option(help="With --local: auto, cpu or reference.")] = None,
     script: Annotated[str | None, typer.Option(help="With --local --executor scripted: its token ids.")] = None,
 ) -> None:
-    """Generate text and stream it to stdout.
+    """Generate text and stream it to stdout. With -n each answer is written as it ends, its number before it on stderr.
 
     Exit code 1 for an error (one line on stderr, with --json one object {"error": {code, message, field}}), 2 for
     wrong usage, 130 after Ctrl-C, which cancels the request.
@@ -56,6 +60,8 @@ def generate(
         seed=seed,
         stop=stop or (),
         ignore_eos=ignore_eos,
+        n=n if n != 1 else None,
+        prefix_cache=False if no_prefix_cache else None,
     )
     if local:
         from kvrelay.cli.local import ask_local
@@ -64,7 +70,7 @@ def generate(
     else:
         options |= {"model": model, "deadline_s": deadline}
         ask = ask_cluster(target, options)
-    raise typer.Exit(answer(ask, prompt, tokens, chat, json_output))
+    raise typer.Exit(answer(ask, prompt, tokens, chat, json_output, n))
 
 
 def _check_usage(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 
 from coordinator.output import OutputText
@@ -19,8 +19,8 @@ from engine.events import Sampled
 from engine.executor import Executor
 from engine.local import LocalEngine
 from engine.scheduler import Budgets, Scheduler
-from kvrelay.cli.ask import Ask, OnText
-from kvrelay.client import GenerateOptions, GenerateResult, Prompt, Usage
+from kvrelay.cli.ask import Ask, Listener
+from kvrelay.client import Choice, GenerateOptions, GenerateResult, Prompt, Usage
 from kvrelay.config import WorkerConfig
 from kvrelay.config_load import load_worker
 from kvrelay.models.builtin import BUILTIN_EOS
@@ -36,7 +36,7 @@ LOCAL = "local"
 def ask_local(engine: Mapping[str, object], options: GenerateOptions) -> Ask:
     """engine: flags of a worker (model, dtype, executor, ...), None where not given."""
 
-    def ask(prompt: Prompt, on_text: OnText) -> GenerateResult:
+    def ask(prompt: Prompt, listener: Listener) -> GenerateResult:
         config = load_worker(Role.DECODE, engine, env=os.environ)
         identity, codec, eos_ids = _model_of(config)
         executor = build_executor(config)
@@ -44,7 +44,7 @@ def ask_local(engine: Mapping[str, object], options: GenerateOptions) -> Ask:
             context = min(identity.max_context, executor.pool.num_blocks * config.block_size)
             has_template = codec.template is not None
             limits = Limits(identity.model_id, identity.vocab_size, context, eos_ids, has_template)
-            return _generate(config, executor, codec, limits, _raw(prompt, options), on_text)
+            return _generate(config, executor, codec, limits, _raw(prompt, options), listener)
         finally:
             executor.close()
 
@@ -76,11 +76,12 @@ def _raw(prompt: Prompt, options: GenerateOptions) -> RawRequest:
         max_tokens=options.get("max_tokens"),
         stop=tuple(options.get("stop") or ()),
         ignore_eos=bool(options.get("ignore_eos")),
+        n=options.get("n"),
     )
 
 
 def _generate(
-    config: WorkerConfig, executor: Executor, codec: TextCodec, limits: Limits, raw: RawRequest, on_text: OnText
+    config: WorkerConfig, executor: Executor, codec: TextCodec, limits: Limits, raw: RawRequest, listener: Listener
 ) -> GenerateResult:
     began = time.perf_counter()
     check(raw, limits)
@@ -88,30 +89,19 @@ def _generate(
     stop = fit(raw, len(prompt_ids), limits)
     sampling = sampling_of(raw, secrets.randbits(63), limits)
     key = SequenceKey(SessionId(LOCAL), RequestId(f"local-{secrets.token_hex(8)}"), attempt=1)
-    spec = SequenceSpec(key, prompt_ids, len(prompt_ids), sampling, stop)
-    text = _Text(OutputText(codec.detokenizer(), raw.stop, stop.stop_token_ids), stop, on_text)
-    token_ids: list[int] = []
-    times_ms: list[float] = []
-    for token_id in _tokens(config, executor, spec):
-        times_ms.append((time.perf_counter() - began) * 1000.0)
-        token_ids.append(token_id)
-        if text.push(len(token_ids) - 1, token_id):
-            break
-    return GenerateResult(
-        request_id=key.request_id,
-        token_ids=tuple(token_ids),
-        text=text.text,
-        tail="",
-        finish_reason=text.reason.value,
-        usage=Usage(len(prompt_ids), len(token_ids), 0),
-        seed=sampling.seed,
-        model=limits.model_id,
-        ttft_ms=times_ms[0],
-        gaps_ms=tuple(later - earlier for earlier, later in pairwise(times_ms)),
-        prefill_worker=LOCAL,
-        decode_worker=LOCAL,
-        hand_off=None,
-    )
+    spec = SequenceSpec(key, prompt_ids, len(prompt_ids), sampling, stop, n=raw.n or 1)
+    texts = [OutputText(codec.detokenizer(), raw.stop, stop.stop_token_ids) for _ in range(spec.n)]
+    answers = [_Answer(sequence, len(prompt_ids), text, stop, listener) for sequence, text in enumerate(texts)]
+    budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
+    engine = LocalEngine(executor, Scheduler(BlockPool(executor.pool.num_blocks), config.block_size, budgets))
+    for event in engine.stream([spec]):
+        if isinstance(event, Sampled):
+            answer = answers[event.key.sequence]
+            answer.take(event.token_id, (time.perf_counter() - began) * 1000.0)
+            if answer.choice is not None:
+                engine.abort(event.key)  # it may have ended by its text, which no engine sees
+    choices = [answer.choice for answer in answers if answer.choice is not None]
+    return GenerateResult.of(key.request_id, sampling.seed, limits.model_id, choices)
 
 
 def _prompt_ids(raw: RawRequest, codec: TextCodec) -> tuple[int, ...]:
@@ -123,33 +113,50 @@ def _prompt_ids(raw: RawRequest, codec: TextCodec) -> tuple[int, ...]:
     return tuple(codec.encode(codec.template.render(raw.chat), add_special_tokens=False))
 
 
-def _tokens(config: WorkerConfig, executor: Executor, spec: SequenceSpec) -> Iterator[int]:
-    budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
-    scheduler = Scheduler(BlockPool(executor.pool.num_blocks), config.block_size, budgets)
-    for event in LocalEngine(executor, scheduler).stream([spec]):
-        if isinstance(event, Sampled):
-            yield event.token_id
+class _Answer:
+    """One sequence: tokens -> text, and when it ends: the earliest index wins, at one index stop before length.
 
+    choice: what became of it, once it has ended.
+    """
 
-class _Text:
-    """Tokens -> text, and when to end: the earliest index wins, at one index stop before length."""
+    def __init__(
+        self, sequence: int, num_prompt_tokens: int, output: OutputText, rule: StopRule, listener: Listener
+    ) -> None:
+        self._sequence, self._num_prompt_tokens = sequence, num_prompt_tokens
+        self._output, self._rule, self._listener = output, rule, listener
+        self._token_ids: list[int] = []
+        self._times_ms: list[float] = []
+        self._text = ""
+        self.choice: Choice | None = None
 
-    def __init__(self, output: OutputText, rule: StopRule, on_text: OnText) -> None:
-        self._output, self._rule, self._on_text = output, rule, on_text
-        self.text = ""
-        self.reason = FinishReason.LENGTH
-
-    def push(self, index: int, token_id: int) -> bool:
-        """Whether the answer ends with this token."""
+    def take(self, token_id: int, time_ms: float) -> None:
+        """time_ms: since the request began."""
+        self._token_ids.append(token_id)
+        self._times_ms.append(time_ms)
         text, hit = self._output.push(token_id)
-        reason = FinishReason.STOP if hit else self._rule.finish_of(index, token_id)
-        self._say(text)
+        reason = FinishReason.STOP if hit else self._rule.finish_of(len(self._token_ids) - 1, token_id)
         if reason is None:
-            return False
-        self._say(self._output.finish())
-        self.reason = reason
-        return True
+            self._say(text)
+            return
+        self._say(text + self._output.finish())
+        self.choice = self._choice(reason)
+        self._listener.choice(self.choice)
 
     def _say(self, text: str) -> None:
-        self.text += text
-        self._on_text(text)
+        self._text += text
+        self._listener.text(text)
+
+    def _choice(self, reason: FinishReason) -> Choice:
+        return Choice(
+            sequence=self._sequence,
+            token_ids=tuple(self._token_ids),
+            text=self._text,
+            tail="",
+            finish_reason=reason.value,
+            usage=Usage(self._num_prompt_tokens, len(self._token_ids), 0),
+            ttft_ms=self._times_ms[0],
+            gaps_ms=tuple(later - earlier for earlier, later in pairwise(self._times_ms)),
+            prefill_worker=LOCAL,
+            decode_worker=LOCAL,
+            hand_off=None,
+        )

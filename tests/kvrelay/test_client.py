@@ -198,6 +198,14 @@ async def test_a_stream_yields_its_tokens_and_then_has_a_result(client):
         "end",
     )
     assert (result.finish_reason, result.seed, result.model) == ("length", 2**63, "m")
+    (only,) = result.choices
+    assert (only.sequence, only.token_ids, only.text, only.hand_off) == (
+        0,
+        result.token_ids,
+        result.text,
+        result.hand_off,
+    )
+    assert stream.choices == [only]
     assert result.usage == kv.Usage(3, 3, 1)
     assert result.hand_off == kv.HandOff("nixl", 2, 64, 0.5, 0.25)
     assert (result.prefill_worker, result.decode_worker, result.migrations) == ("p1", "d1", 2)
@@ -370,6 +378,66 @@ def test_a_doubled_or_lost_token_is_an_error_of_the_server(index):
     fold.feed(pb.GenerateResponse(token=pb.Token(index=0)), 0.1)
     with pytest.raises(errors.Internal, match=f"token {index} came where token 1 was due"):
         fold.feed(pb.GenerateResponse(token=pb.Token(index=index)), 0.2)
+
+
+def token_of(sequence: int, index: int) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        token=pb.Token(sequence=sequence, index=index, token_id=10 * sequence + index, text=f"{sequence}{index} ")
+    )
+
+
+def finish_of(sequence: int, **fields) -> pb.GenerateResponse:
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
+    reason = common_pb2.FINISH_REASON_STOP
+    return pb.GenerateResponse(finished=pb.Finished(sequence=sequence, reason=reason, usage=usage, **fields))
+
+
+def test_sequences_are_told_apart_and_end_one_by_one():
+    fold = StreamFold(3)
+    fold.feed(pb.GenerateResponse(accepted=pb.Accepted(request_id="r", seed=5, model="m")), 0.0)
+    for at, (sequence, index) in enumerate([(1, 0), (0, 0), (2, 0), (2, 1), (0, 1)]):
+        event = fold.feed(token_of(sequence, index), float(at))
+        assert (event.sequence, event.index) == (sequence, index)
+    fold.feed(finish_of(2, text="t2", decode_worker="d2", migrations=1), 6.0)
+    assert [choice.sequence for choice in fold.choices] == [2]
+    with pytest.raises(errors.Internal, match="5 tokens came, but no finish"):
+        _ = fold.result
+    fold.feed(finish_of(1, prefill_worker="p1"), 7.0)
+    cost = pb.HandOff(transport="nixl", num_blocks=2, num_cached_blocks=3)
+    fold.feed(finish_of(0, text="t0", hand_off=cost), 8.0)
+    result = fold.result
+    assert (result.request_id, result.seed, result.model, result.text, result.tail) == ("r", 5, "m", "00 01 t0", "t0")
+    assert [(c.sequence, c.token_ids, c.text, c.migrations) for c in result.choices] == [
+        (0, (0, 1), "00 01 t0", 0),
+        (1, (10,), "10 ", 0),
+        (2, (20, 21), "20 21 t2", 1),
+    ]
+    assert [(c.ttft_ms, c.gaps_ms) for c in result.choices] == [(1000.0, (3000.0,)), (0.0, ()), (2000.0, (1000.0,))]
+    assert [(c.prefill_worker, c.decode_worker) for c in result.choices] == [("", ""), ("p1", ""), ("", "d2")]
+    assert result.choices[0].hand_off == result.hand_off == kv.HandOff("nixl", 2, 0, 0.0, 0.0, 3)
+    assert (result.usage, result.choices[1].usage) == (kv.Usage(3, 2, 1), kv.Usage(3, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (token_of(1, 0), "sequence 1, which is none of 2 that run"),
+        (finish_of(1), "sequence 1, which is none of 2 that run"),
+        (token_of(2, 0), "sequence 2, which is none of 2 that run"),
+        (token_of(0, 1), "token 1 came where token 0 was due"),
+    ],
+)
+def test_a_token_of_a_sequence_that_does_not_run_is_an_error_of_the_server(message, words):
+    fold = StreamFold(2)
+    fold.feed(finish_of(1), 0.1)
+    with pytest.raises(errors.Internal, match=words):
+        fold.feed(message, 0.2)
+
+
+def test_n_and_the_switch_of_the_cache_are_sent_only_if_given():
+    plain, asked = generate_request("a", {}), generate_request("a", {"n": 4, "prefix_cache": False})
+    assert (plain.HasField("n"), plain.HasField("prefix_cache")) == (False, False)
+    assert (asked.n, asked.HasField("prefix_cache"), asked.prefix_cache) == (4, True, False)
 
 
 def test_the_client_needs_neither_torch_nor_numpy():

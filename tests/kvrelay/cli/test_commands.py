@@ -33,9 +33,13 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         if request.text == "refuse":
             raise errors.InvalidArgument("sampling.top_p: must be above 0", field="sampling.top_p")
         yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r1", prompt_tokens=3, seed=7, model="m"))
+        sequences = range(request.n or 1)
         try:
             for index in range(request.max_tokens):
-                yield pb.GenerateResponse(token=pb.Token(index=index, token_id=index, text=f"é{index} "))
+                for s in sequences:
+                    yield pb.GenerateResponse(
+                        token=pb.Token(sequence=s, index=index, token_id=index, text=f"é{index} ")
+                    )
             if request.text == "break":
                 raise errors.Unavailable("worker decode-0 was lost")
             if request.text == "hang":
@@ -45,17 +49,19 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             raise
         usage = pb.Usage(prompt_tokens=3, completion_tokens=request.max_tokens)
         cost = pb.HandOff(transport="nixl", num_blocks=2, num_bytes=64, seconds=0.5, exposed_s=0.25)
-        yield pb.GenerateResponse(
-            finished=pb.Finished(
-                reason=common_pb2.FINISH_REASON_LENGTH,
-                text="end",
-                usage=usage,
-                prefill_worker="p",
-                decode_worker="d",
-                hand_off=cost,
-                migrations=1,
+        for s in reversed(sequences):
+            yield pb.GenerateResponse(
+                finished=pb.Finished(
+                    sequence=s,
+                    reason=common_pb2.FINISH_REASON_LENGTH,
+                    text="end" if s == 0 else f"end of {s}",
+                    usage=usage,
+                    prefill_worker="p",
+                    decode_worker="d",
+                    hand_off=cost,
+                    migrations=1,
+                )
             )
-        )
 
 
 class Models(model_pb2_grpc.ModelServiceServicer):
@@ -149,9 +155,34 @@ def test_generate_as_json_is_one_object_with_everything(serving):
         "decode_worker": "d",
         "seed": 7,
         "model": "m",
-        "hand_off": {"transport": "nixl", "num_blocks": 2, "num_bytes": 64, "seconds": 0.5, "exposed_s": 0.25},
+        "hand_off": {
+            "transport": "nixl",
+            "num_blocks": 2,
+            "num_bytes": 64,
+            "seconds": 0.5,
+            "exposed_s": 0.25,
+            "num_cached_blocks": 0,
+        },
         "migrations": 1,
     }
+
+
+def test_several_answers_are_written_whole_as_they_end_with_their_numbers_on_stderr(serving):
+    done = kvrelay("generate", "--target", serving.target, "--max-tokens", "2", "-n", "3", "--no-prefix-cache", "hello")
+    assert (done.returncode, done.stdout.decode()) == (0, "é0 é1 end of 2\né0 é1 end of 1\né0 é1 end\n")
+    assert done.stderr == b"[3 of 3: length]\n[2 of 3: length]\n[1 of 3: length]\n"
+    request = serving.inference.requests[-1]
+    assert (request.n, request.HasField("prefix_cache"), request.prefix_cache) == (3, True, False)
+
+
+def test_several_answers_as_json_are_the_choices_of_one_object(serving):
+    done = kvrelay("generate", "--target", serving.target, "--json", "--max-tokens", "2", "-n", "2", "hello")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [(c["sequence"], c["text"]) for c in answer["choices"]] == [(0, "é0 é1 end"), (1, "é0 é1 end of 1")]
+    assert (answer["text"], answer["token_ids"]) == ("é0 é1 end", [0, 1])
+    own = {key: value for key, value in answer["choices"][0].items() if key != "sequence"}
+    assert own == {key: answer[key] for key in own}
 
 
 def test_a_prompt_comes_from_stdin_a_file_of_ids_or_as_chat(serving, tmp_path):
