@@ -13,8 +13,8 @@ from kvrelay.sizing import (
     paged,
     pool_bytes,
     pool_tokens,
-    prefix_hit,
     preallocated,
+    prefix_hit,
 )
 
 GB = 10**9
