@@ -59,7 +59,7 @@ class WorkerLoad:
         """ticketed_tokens is never more than what was assigned here: a stale report must not hold up the queue."""
         load = self.load
         total = sum(a.share.to_compute for a in self._assigned.values())
-        queued = self._queued_tokens()
+        queued = self._reported_queue() + sum(share.to_compute for share in self._unseen())
         return PrefillView(
             worker_id=self.description.worker_id,
             queued_tokens=queued,
@@ -90,11 +90,16 @@ class WorkerLoad:
             usable=load is not None and not load.draining and not silent,
             last_assigned=self.last_assigned,
             cached_blocks=min(load.blocks.cached, max(0, free)) if load else 0,
-            queued_tokens=self._queued_tokens(),
+            queued_tokens=(load.queued_tokens if load else 0) + sum(share.to_compute for share in unseen),
         )
 
-    def _queued_tokens(self) -> int:
-        return (self.load.queued_tokens if self.load else 0) + sum(share.to_compute for share in self._unseen())
+    def _reported_queue(self) -> int:
+        """Tokens that wait on a prefill worker, by its last report. A prompt that has not been looked for in its cache
+        counts there with all its tokens, so that of what came from here no more is believed than was found uncached."""
+        reported = self.load.queued_tokens if self.load else 0
+        seen = [a.share for a in self._assigned.values() if a.loads_left == 0]
+        from_others = max(0, reported - sum(share.num_tokens for share in seen))
+        return from_others + min(reported, sum(share.to_compute for share in seen))
 
     def _unseen(self) -> list[Share]:
         return [a.share for a in self._assigned.values() if a.loads_left != 0]

@@ -94,6 +94,19 @@ def test_a_prompt_counts_on_top_of_the_report_until_two_loads_came_after_it_was_
     assert w.prefill_view(False).ticketed_tokens == 0
 
 
+def test_a_prompt_that_the_worker_has_not_looked_for_in_its_cache_counts_with_what_is_uncached() -> None:
+    w = WorkerLoad(description(Role.PREFILL))
+    w.assign(A, Share(1000, 90), 1)
+    w.assign(B, Share(500, 500), 2)
+    for request in (A, B):
+        w.sent(request)
+    seen = []
+    for queued in (0, 1000, 1500, 590, 100, 1900):
+        w.reported(load(queued=queued))
+        seen.append(w.prefill_view(False).queued_tokens)
+    assert seen == [590, 590, 590, 590, 100, 400 + 590]
+
+
 def test_what_other_coordinators_sent_counts_for_the_choice_but_not_against_our_budget() -> None:
     w = WorkerLoad(description(Role.PREFILL))
     w.reported(load(queued=900))
