@@ -30,8 +30,11 @@ FLAGS = ("--executor", "hash", "--num-blocks", str(NUM_BLOCKS))
 SLOW = ("--step-tokens", str(STEP_TOKENS), "--step-seconds", str(STEP_S))
 BESIDE = case_of(20, 18, seed=1)
 """Runs beside what is cancelled: 0.9 s of decode steps."""
-LONG = case_of(640, 8, seed=2)
-"""20 chunks, so one second of prefill."""
+
+
+def long_case(seed: int) -> Case:
+    """20 chunks, so one second of prefill: for one test only, as the next would find it cached."""
+    return case_of(640, 8, seed)
 
 
 @pytest.fixture(scope="module", params=["nixl", "grpc"])
@@ -77,7 +80,7 @@ def reserved(seen: dict[str, Any]) -> int:
 
 async def test_a_client_that_leaves_while_queued_at_the_coordinator(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
-        first = asyncio.create_task(assert_exact(cluster.target, LONG))
+        first = asyncio.create_task(assert_exact(cluster.target, long_case(2)))
         await until_seen(client, lambda seen: seen["open_requests"] == 1, "the first is in")
         async with asked(client, case_of(100, 4, seed=3)):
             await until_seen(client, lambda seen: seen["queued_requests"] == 1, "the second waits for its turn")
@@ -102,14 +105,15 @@ async def test_a_client_that_leaves_while_its_prompt_waits_at_prefill(cluster: C
     async with neighbour(cluster.target, BESIDE), AsyncClient(cluster.target) as client:
         await until_seen(client, lambda seen: seen["decode"]["running"] == 1, "the neighbour needs prefill no more")
         with standing_still(pid):
-            async with asked(client, LONG):
+            async with asked(client, long_case(20)):
                 await until_seen(client, lambda seen: reserved(seen) >= 41, "decode promised")
         await until_seen(client, lambda seen: reserved(seen) < 41, "the promise is void")
     cluster.until_nothing_is_held()
 
 
 async def test_a_client_that_leaves_in_prefill(cluster: Cluster) -> None:
-    async with neighbour(cluster.target, BESIDE), AsyncClient(cluster.target) as client, asked(client, LONG) as stream:
+    case = long_case(21)
+    async with neighbour(cluster.target, BESIDE), AsyncClient(cluster.target) as client, asked(client, case) as stream:
         await until_seen(client, lambda seen: seen["prefill"]["queued_tokens"] > 100, "it is computed")
         assert not stream.tokens
     cluster.until_nothing_is_held()
@@ -145,7 +149,7 @@ async def test_a_client_that_leaves_while_decoding(cluster: Cluster) -> None:
 async def test_a_deadline_ends_a_long_request_and_frees_everything(cluster: Cluster) -> None:
     async with neighbour(cluster.target, BESIDE), AsyncClient(cluster.target) as client:
         with pytest.raises(DeadlineExceeded):
-            await client.generate(list(LONG.prompt), max_tokens=64, ignore_eos=True, deadline_s=0.15).collect()
+            await client.generate(list(long_case(22).prompt), max_tokens=64, ignore_eos=True, deadline_s=0.15).collect()
     cluster.until_nothing_is_held()
 
 
