@@ -75,6 +75,8 @@ class Running:
         room, took = self._p.scheduler.room, (now - planned_at) / plan.num_tokens
         before = room.costs.compute_s
         room.costs = replace(room.costs, compute_s=took if not before else 0.9 * before + 0.1 * took)
+        if room.num_copied:
+            self._desk.counters["blocks_copied"] = room.num_copied
         for rows in plan.slices if self._computing else ():
             notes = self._computing.get(rows.key)
             if notes is not None:
