@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from coordinator.states import Phase
 from decode_svc.core import DecodeCore
 from engine.block_pool import BlockState
+from engine.scheduler import Scheduler
+from kvtransfer.receiver import TicketState
 from prefill_svc.core import PrefillCore
 from sim.coordinator_node import CoordinatorNode
 from sim.worker_node import WorkerNode
 from sim.world import Violation
+
+PROMISED = (BlockState.RESERVED, BlockState.QUARANTINED)
 
 
 def check_worker(worker: WorkerNode) -> None:
@@ -21,35 +25,58 @@ def check_worker(worker: WorkerNode) -> None:
     except AssertionError as error:
         raise Violation(f"{worker.incarnation}: {error}") from error
     core = worker.core
-    held = Counter(_sequence_blocks(worker))
+    held = Counter(_sequence_blocks(core._p.scheduler))
     promised: Counter[int] = Counter()
     if isinstance(core, DecodeCore):
         held.update(b for a in core._desk.attempts for b in a.block_ids)
         for ticket in core._p.table._tickets.values():
             promised.update(ticket.promised)
+            if ticket.state is not TicketState.QUARANTINED:
+                held.update(ticket.ticket.table.block_ids[: ticket.ticket.num_cached_blocks])
     elif isinstance(core, PrefillCore):
         for writing in core._p.table._tickets.values():
             for part in (*writing.queued, *writing.posted, *writing.failed):
                 held.update(part.source_ids)
     pool = worker.pool
+    references = {block: n for block, n in enumerate(pool._references) if n}
+    reserved = {block: 1 for block, state in enumerate(pool._states) if state in PROMISED}
+    if references != held or reserved != promised:
+        _name_wrong_block(worker, held, promised)
+    _check_sums(core._p.scheduler)
+
+
+def _name_wrong_block(worker: WorkerNode, held: Counter[int], promised: Counter[int]) -> None:
+    pool = worker.pool
     for block in range(pool.num_blocks):
         state = pool.state(block)
         owners = (held[block], promised[block])
-        if state is BlockState.HELD:
-            right = (pool.references(block), 0)
-        elif state in (BlockState.RESERVED, BlockState.QUARANTINED):
-            right = (0, 1)
-        else:
-            right = (0, 0)
+        right = (pool.references(block), int(state in PROMISED))
         if owners != right:
             raise Violation(f"{worker.incarnation}: block {block} is {state.name}, owners (held, promised) {owners}")
+    raise Violation(f"{worker.incarnation}: blocks {sorted({*held, *promised})} have owners, of {pool.num_blocks}")
 
 
-def _sequence_blocks(worker: WorkerNode) -> Iterable[int]:
-    scheduler = worker.core._p.scheduler
+def _sequence_blocks(scheduler: Scheduler) -> Iterator[int]:
+    """Blocks of sequences, and those that the step under way still reads after they lost them."""
     sequences = {id(s): s for s in scheduler._sequences.values()}
     sequences |= {id(s): s for s in (*scheduler._ended, *scheduler._planned)}
-    return (block for sequence in sequences.values() for block in sequence.block_ids)
+    for sequence in sequences.values():
+        yield from sequence.block_ids
+    room = scheduler.room
+    yield from room._sources.elements()
+    yield from room._leaving.elements()
+    yield from room._emptied
+
+
+def _check_sums(scheduler: Scheduler) -> None:
+    """What the scheduler counts as it goes along is what there is."""
+    running = [s for s in scheduler._sequences.values() if s.running]
+    promised = sum(s.promised for s in running)
+    if scheduler._queues.promised != promised:
+        raise Violation(f"{scheduler._queues.promised} blocks are promised, and to running sequences {promised}")
+    uncomputed = sum(s.num_uncomputed for s in scheduler._sequences.values())
+    if scheduler.queued_tokens != uncomputed and scheduler._plan is None:
+        raise Violation(f"{scheduler.queued_tokens} tokens are queued, and {uncomputed} not computed")
 
 
 def check_coordinator(coordinator: CoordinatorNode) -> None:
@@ -67,7 +94,30 @@ def check_coordinator(coordinator: CoordinatorNode) -> None:
 def holds_nothing(worker: WorkerNode) -> str:
     """Empty if all blocks are free or cached, nothing runs, waits or is in flight; else what is left."""
     load = worker.core.load(worker.node.clock())
-    blocks = load.blocks
-    if blocks.free + blocks.cached == blocks.total and not (load.running or load.waiting or load.transfers_in_flight):
+    blocks, slots = load.blocks, worker.core._p.scheduler.room.free_slots
+    left = load.running or load.waiting or load.transfers_in_flight or load.queued_tokens
+    if blocks.free + blocks.cached == blocks.total and not left and slots == worker.shape.swap_slots:
         return ""
-    return f"{worker.incarnation}: {load}"
+    return f"{worker.incarnation}: {load}, {worker.shape.swap_slots - slots} blocks in host memory"
+
+
+def knows_wrong(coordinator: CoordinatorNode, worker: WorkerNode) -> str:
+    """Empty if what the coordinator knows of the worker's cache is what it caches; else how they differ.
+
+    To be asked when nothing happens any more: news of a cache may be some time under way, or has to be asked for.
+    """
+    name = worker.description.worker_id
+    roster = coordinator.roster
+    session = roster._sessions.get(name) if name in roster._loads else None
+    if session is None or session.description.incarnation != worker.incarnation:
+        return f"{coordinator.name} has no session with {worker.incarnation}"
+    cache = worker.pool.cache
+    there = {entry.key.digest for entry in cache._by_key.values()} if cache is not None else set()
+    holder = roster._cached.index._holders.get(name)
+    known = holder.digests if holder is not None else set()
+    if known == there and (holder is None or not holder.held):
+        return ""
+    missing, extra = len(there - known), len(known - there)
+    held = len(holder.held) if holder is not None else 0
+    words = f"{missing} missing, {extra} too many, {held} values of events held"
+    return f"{coordinator.name} knows of {len(there)} blocks that {name} caches: {words}"

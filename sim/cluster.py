@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 
 from kvrelay import fault_points
 from kvrelay.config import CoordinatorConfig
-from sim.checks import check_coordinator, check_worker, holds_nothing
+from sim.checks import check_coordinator, check_worker, holds_nothing, knows_wrong
 from sim.clients import Clients, History
-from sim.coordinator_node import CoordinatorNode
+from sim.coordinator_node import Ask, CoordinatorNode
 from sim.faults import FaultPlan
 from sim.memory import Fabric, OneSided
 from sim.network import Network
-from sim.reference import OneProcess
+from sim.reference import Answer, OneProcess
 from sim.scenario import HARMLESS, Scenario, asks_of, scenario_of
+from sim.shapes import WorkerShape
 from sim.watch import Watch
-from sim.worker_node import WorkerNode, WorkerShape
+from sim.worker_node import WorkerNode
 from sim.world import Node, Violation, World, dropping_what_is_left
 
 LOAD_STARTS_S = 1.0
@@ -68,21 +69,24 @@ class SimCluster:
 
     def load(self) -> None:
         """Schedules every request of the seed."""
-        rng, one = self.world.rng, OneProcess(4 * max(w.num_blocks for w in self.scenario.workers))
+        scenario, one = self.scenario, OneProcess(4 * max(w.num_blocks for w in self.scenario.workers))
         try:
-            for ask in asks_of(self.scenario):
-                history = History(ask, one.answer(ask))
-                if "leave" in self.scenario.faults and rng.random() < 0.3:
-                    if rng.random() < 0.5:
-                        history.leave_at = rng.randint(1, max(1, len(history.answer.token_ids)))
-                    else:
-                        history.leave_after_s = rng.uniform(0.0, 0.5)
-                if "slow_reader" in self.scenario.faults and rng.random() < 0.2:
-                    history.read_pause_s = rng.choice((0.05, 0.5))
-                at = LOAD_STARTS_S + rng.uniform(0.0, self.scenario.arrive_within_s)
-                self.world.at(at, lambda history=history: self.clients.start(history))  # type: ignore[misc]
+            for ask, answers in asks_of(scenario, one.answers):
+                at = LOAD_STARTS_S + self.world.rng.uniform(0.0, scenario.arrive_within_s)
+                self.clients.add(self._client(ask, answers), at)
         finally:
             one.close()
+
+    def _client(self, ask: Ask, answers: tuple[Answer, ...]) -> History:
+        rng, faults, history = self.world.rng, self.scenario.faults, History(ask, answers)
+        if "leave" in faults and rng.random() < 0.3:
+            if rng.random() < 0.5:
+                history.leave_at = rng.randint(1, max(1, sum(len(answer.token_ids) for answer in answers)))
+            else:
+                history.leave_after_s = rng.uniform(0.0, 0.5)
+        if "slow_reader" in faults and rng.random() < 0.2:
+            history.read_pause_s = rng.choice((0.05, 0.5))
+        return history
 
     @property
     def quiet(self) -> bool:
@@ -95,6 +99,7 @@ class SimCluster:
             and all(c.node.alive for c in self.coordinators.values())
             and all(w.node.alive and not holds_nothing(w) for w in self.workers.values())
             and not self._dead_peers()
+            and not self._wrong_knowledge()
         )
 
     # lives
@@ -108,7 +113,13 @@ class SimCluster:
 
     def _start_coordinator(self, name: str) -> None:
         self._lives[name] += 1
-        config = CoordinatorConfig(executor="hash", queue_limit=16, slow_reader_bytes=4096)
+        config = CoordinatorConfig(
+            executor="hash",
+            queue_limit=16,
+            slow_reader_bytes=4096,
+            router=self.scenario.router,
+            local_prefill_below=self.scenario.local_prefill_below,
+        )
         coordinator = CoordinatorNode(self.world, self.net, name, self._lives[name], config)
         self.coordinators[name] = coordinator
         self.world.trace(name, f"starts as {coordinator.roster.coordinator_id}")
@@ -126,7 +137,8 @@ class SimCluster:
             self.watch.late_departures.append(worker.shape.name)
         if worker.exited != 0:
             self.watch.disturb(worker.shape.name, 5.0)
-        self._restart(lambda: self._start_worker(worker.shape))
+        delay = self.plan.absent_s.pop(worker.shape.name, None)
+        self._restart(lambda: self._start_worker(worker.shape), delay)
 
     def _restart(self, start: Callable[[], None], delay: float | None = None) -> None:
         """On the same address, with empty memory."""
@@ -153,7 +165,9 @@ class SimCluster:
             return
         worker = self.workers.get(node.name)
         if worker is not None and worker.node is node and node.alive:
-            check_worker(worker)
+            if worker.turned:
+                worker.turned = False
+                check_worker(worker)
             return
         coordinator = self.coordinators.get(node.name)
         if coordinator is not None and coordinator.node is node and node.alive:
@@ -172,10 +186,14 @@ class SimCluster:
             raise Violation(f"not given back within {SETTLE_S} s: {held}")
         if dead := self._dead_peers():
             raise Violation(f"memory of dead peers is kept: {dead}")
+        if wrong := self._wrong_knowledge():
+            raise Violation(f"what is cached is not known {SETTLE_S} s after the last fault: {wrong}")
         if not self.quiet:
             raise Violation(f"not quiet: pending starts {self._pending_starts}")
         for worker in self.workers.values():
+            worker.pool.check_contents()
             self._take_counters(worker)
+        self.counters["cached_tokens"] = self.clients.cached_tokens
         for coordinator in self.coordinators.values():
             self.counters.update({k: v for k, v in coordinator.dispatcher.counters.items() if "." not in k})
             if coordinator.dispatcher.counters["bugs"]:
@@ -184,7 +202,7 @@ class SimCluster:
 
     def _judge_counters(self) -> None:
         counters, faults = self.counters, self.scenario.faults
-        for name in ("bad_manifest", "bad_frame", "unexpected_message", "unexpected_write_end"):
+        for name in ("bad_manifest", "bad_frame", "unexpected_message", "unexpected_write_end", "bad_start"):
             if counters[name]:
                 raise Violation(f"{name} is {counters[name]}, and nobody sends such a thing")
         if counters["forced"] and not self.plan.happened["vanish"]:
@@ -198,6 +216,11 @@ class SimCluster:
         living = {w.incarnation for w in self.workers.values() if w.node.alive}
         transports = [w.transport for w in self.workers.values() if w.node.alive]
         return [p for t in transports if isinstance(t, OneSided) for p in t.peers if p not in living]
+
+    def _wrong_knowledge(self) -> list[str]:
+        """Of any coordinator about what any worker caches."""
+        pairs = ((c, w) for c in self.coordinators.values() for w in self.workers.values())
+        return [words for coordinator, worker in pairs if (words := knows_wrong(coordinator, worker))]
 
     def _take_counters(self, worker: WorkerNode) -> None:
         self.counters.update(dict(worker.core.load(worker.node.clock()).counters))

@@ -16,11 +16,12 @@ from coordinator.live import Live, Times
 from coordinator.output import OutputText
 from coordinator.registry import Served
 from coordinator.roster import Roster
+from coordinator.service import TENANT
 from coordinator.session_wire import LIST_DEADLINE_S
 from coordinator.states import RequestFacts
 from coordinator.stream import ErrorItem, FinishItem
 from coordinator.text import ByteCodec
-from kvrelay.blocks import BlockList
+from kvrelay.blocks import BlockKey, BlockList, KeyScope, block_keys
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import Unavailable
 from kvrelay.models.builtin import builtin_identity
@@ -33,7 +34,7 @@ from sim.world import Node, World
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client sends. deadline_s: time the client gives it, None for ever."""
+    """What a client sends. deadline_s: time the client gives it, None for ever. after: sent when that one has ended."""
 
     name: str
     prompt_ids: tuple[int, ...]
@@ -41,6 +42,10 @@ class Ask:
     stop: StopRule
     stop_strings: tuple[str, ...] = ()
     deadline_s: float | None = None
+    n: int = 1
+    cache_salt: str = ""
+    prefix_cache: bool = True
+    after: str = ""
 
 
 class CoordinatorNode:
@@ -99,10 +104,16 @@ class CoordinatorNode:
             sampling=ask.sampling,
             stop=ask.stop,
             deadline_at=None if ask.deadline_s is None else now + ask.deadline_s,
+            cache_salt=ask.cache_salt,
+            n=ask.n,
+            prefix_cache=ask.prefix_cache,
+            keys=self._keys(ask),
         )
         self.dispatcher.check_room(ask.stop.max_tokens != 1)
-        text = OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids)
-        live = self.dispatcher.submit(facts, text, Times(now, 0))
+        text, *more = [
+            OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids) for _ in range(ask.n)
+        ]
+        live = self.dispatcher.submit(facts, text, Times(now, 0), tuple(more))
         try:
             await self._stream(live, end)
         except asyncio.CancelledError:
@@ -112,9 +123,17 @@ class CoordinatorNode:
         finally:
             self.dispatcher.leave(live.id)
 
+    def _keys(self, ask: Ask) -> tuple[BlockKey, ...]:
+        """As the service makes them."""
+        if not ask.prefix_cache or not self.dispatcher.routes_by_keys:
+            return ()
+        scope = KeyScope(TENANT, builtin_identity("hash").fingerprint, cache_salt=ask.cache_salt)
+        return block_keys(scope, ask.prompt_ids, self.roster.block_size)
+
     @staticmethod
     async def _stream(live: Live, end: End) -> None:
-        while True:
+        open_sequences = live.facts.n
+        while open_sequences:
             item = await live.stream.take()
             if isinstance(item, ErrorItem):
                 raise item.error
@@ -122,7 +141,7 @@ class CoordinatorNode:
             await end.write(item)
             live.stream.writing(None)
             if isinstance(item, FinishItem):
-                return
+                open_sequences -= 1
 
 
 class _SessionCall:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay import fault_points
 from kvrelay.errors import NotFound
-from kvrelay.requests import WorkerId
+from kvrelay.requests import Role, WorkerId
 from kvrelay.session import Drain
 from sim.network import SLOWEST_MESSAGE_S, End
 from sim.world import Node, NodeDied
@@ -20,8 +20,9 @@ from worker.events import DrainAsked
 if TYPE_CHECKING:
     from sim.cluster import SimCluster
 
-MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain", "cut", "stall", "nap")
+MOMENTS = ("crash", "pause", "jump", "clog", "vanish", "coordinator", "drain", "cut", "stall", "nap", "no_prefill")
 POINT_CHANCE = 0.004
+CUT_CHANCES = {"session": 0.002, "link": 0.02, "announce": 0.02, "blocks": 0.2}
 
 
 class FaultPlan:
@@ -34,6 +35,8 @@ class FaultPlan:
         self.happened: Counter[str] = Counter()
         self.active = False
         self.slow_until = float("inf")
+        self.absent_s: dict[str, float] = {}
+        """Workers that die now, and after how long they start again."""
         self._resting: set[Node] = set()
 
     def start(self) -> None:
@@ -41,7 +44,7 @@ class FaultPlan:
         self.active = True
         net.window = self.scenario.window
         net.may_cut = self._may_cut
-        net.cut_chance = {"session": 0.002, "link": 0.02, "announce": 0.02} if "cut" in kinds else {}
+        net.cut_chance = dict(CUT_CHANCES) if "cut" in kinds else {}
         net.slow_chance = 0.02 if "slow" in kinds else 0.0
         if "write" in kinds:
             fabric.faults.fail = self.world.rng.choice((0.02, 0.2))
@@ -97,6 +100,16 @@ class FaultPlan:
         if len(alive) > 1 or (alive and self.world.rng.random() < 0.3):
             self.happened["coordinator"] += 1
             self.world.rng.choice(alive).node.crash("killed")
+
+    def _no_prefill(self) -> None:
+        """All prefill workers die and stay away for a while: decode alone goes on."""
+        workers = [w for w in self.cluster.workers.values() if w.shape.role is Role.PREFILL]
+        if workers and all(w.node.alive for w in workers):
+            self.happened["no_prefill"] += 1
+            seconds = self.world.rng.choice((0.5, 6.0, 15.0))
+            for worker in workers:
+                self.absent_s[worker.shape.name] = seconds
+                worker.node.crash(f"all of its role die, for {seconds} s")
 
     def _drain(self) -> None:
         """A rolling restart: a worker is told to go, by a signal or by a coordinator, while its kind has another."""

@@ -7,15 +7,18 @@ TAIL_S. The ledger knows which blocks may still be written to; the receiver's po
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool, BlockState
 from engine.memory import HostPool
+from engine.prefix_cache import Entry
+from kvrelay.blocks import BlockKey
 from kvrelay.errors import FailedPrecondition
 from kvrelay.link import PoolDescriptor
 from kvrelay.requests import Incarnation
 from kvtransfer.transports.base import NotificationArrived, Part, TransportEvent, WriteDone, WriteFailed
+from sim.promises import Promises
 from sim.world import Node, Violation, World
 
 TAIL_S = 0.3
@@ -53,11 +56,38 @@ class Member:
 
 
 class LedgerPool(BlockPool):
-    """A block pool that refuses, as a violation, to free what may be written to or to read what has not landed."""
+    """A block pool that refuses, as a violation, to free what may be written to, to read what has not landed, and to
+    cache or hold under a key what is not the key's content."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, num_blocks: int, *, cache: bool = False) -> None:
+        super().__init__(num_blocks, cache=cache)
         self.member: Member | None = None
+        self.bytes_of: Callable[[int], memoryview] | None = None
+        self.promises = Promises()
+
+    def publish(self, block_id: int, key: BlockKey, token_ids: Sequence[int], parent: Entry | None) -> Entry | None:
+        entry = super().publish(block_id, key, token_ids, parent)
+        if entry is not None:
+            self._check_content(entry, block_id)
+        return entry
+
+    def hold(self, entries: Iterable[Entry]) -> tuple[int, ...]:
+        entries = list(entries)
+        block_ids = super().hold(entries)
+        for entry, block_id in zip(entries, block_ids, strict=True):
+            self._check_content(entry, block_id)
+        return block_ids
+
+    def check_contents(self) -> None:
+        """Everything that has a key."""
+        for block_id in range(self.num_blocks):
+            entry = self.cache.entry_of(block_id) if self.cache is not None else None
+            if entry is not None:
+                self._check_content(entry, block_id)
+
+    def _check_content(self, entry: Entry, block_id: int) -> None:
+        if self.bytes_of is not None and (what := self.promises.broken(entry, self.bytes_of(block_id))):
+            raise Violation(f"block {block_id} has a key, and {what}")
 
     def hold_reserved(self, block_ids: tuple[int, ...], epoch: int) -> None:  # type: ignore[override]
         if self.member is not None:
@@ -92,6 +122,7 @@ class Fabric:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.promises = Promises()
         self.faults = WriteFaults()
         self.counts: dict[str, int] = {}
         self._members: dict[Incarnation, Member] = {}

@@ -1,4 +1,4 @@
-"""What one process gives for a request: the answer every stream is held against. Knows no cluster."""
+"""What one process without a cache gives for a request: the answers every stream is held against. Knows no cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.scheduler import Budgets, Scheduler
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB
 from kvrelay.requests import FinishReason, RequestId, SequenceKey, SequenceSpec, SessionId
 from sim.coordinator_node import Ask
-from sim.worker_node import BLOCK_SIZE
+from sim.shapes import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,20 @@ class OneProcess:
         self._engine = LocalEngine(self._executor, Scheduler(BlockPool(num_blocks), BLOCK_SIZE, Budgets()))
         self._codec = ByteCodec()
 
-    def answer(self, ask: Ask) -> Answer:
-        key = SequenceKey(SessionId("one"), RequestId(ask.name), 1)
-        spec = SequenceSpec(key, ask.prompt_ids, len(ask.prompt_ids), ask.sampling, ask.stop)
-        tokens = self._engine.generate([spec])[key]
+    def answers(self, ask: Ask) -> tuple[Answer, ...]:
+        """One for each of its n sequences, as if each had been asked for alone."""
+        specs = [self._spec(ask, sequence) for sequence in range(ask.n)]
+        tokens = self._engine.generate(specs)
+        return tuple(self._answer(ask, tokens[spec.key]) for spec in specs)
+
+    @staticmethod
+    def _spec(ask: Ask, sequence: int) -> SequenceSpec:
+        key = SequenceKey(SessionId("one"), RequestId(ask.name), 1, sequence)
+        return SequenceSpec(
+            key, ask.prompt_ids, len(ask.prompt_ids), ask.sampling.of_sequence(sequence), ask.stop, prefix_cache=False
+        )
+
+    def _answer(self, ask: Ask, tokens: tuple[int, ...]) -> Answer:
         text = OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids)
         pieces = []
         for i, token in enumerate(tokens):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from kvrelay.config import ROUTERS
 from kvrelay.link import LEASE_S
 from kvrelay.models.builtin import BUILTIN_EOS
 from kvrelay.requests import Role, Sampling, StopRule
 from sim.coordinator_node import Ask
-from sim.worker_node import BLOCK_SIZE, WorkerShape
+from sim.reference import Answer
+from sim.shapes import BLOCK_SIZE, WorkerShape
 
 KINDS = (
     "crash",
@@ -24,6 +27,7 @@ KINDS = (
     "write",
     "flip",
     "drain",
+    "no_prefill",
     "coordinator",
     "leave",
     "slow_reader",
@@ -49,6 +53,12 @@ class Scenario:
     smallest_pool: int
     tight: bool
     window: int
+    router: str
+    local_prefill_below: int
+    alike: tuple[int, int, int, int]
+    """How many prompts are new, begin with an opening that others have too, are one that was sent, go on from one."""
+    samples: tuple[int, ...]
+    """Numbers of sequences that a request may ask for."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -57,9 +67,9 @@ def scenario_of(seed: int) -> Scenario:
     transport = rng.choice(("nixl", "nixl", "grpc"))
     coordinators = tuple(f"c{i}" for i in range(rng.choice((1, 1, 2))))
     addresses = tuple(f"{name}:1" for name in coordinators)
-    tight = rng.random() < 0.15
+    tight = rng.random() < 0.2
     lease_s = rng.choice((LEASE_S, LEASE_S, 2.5))
-    counts = {Role.PREFILL: rng.choice((1, 2, 2)), Role.DECODE: rng.choice((1, 2, 2))}
+    counts = {Role.PREFILL: rng.choice((0, 1, 1, 1, 2, 2, 2, 2, 2)), Role.DECODE: rng.choice((1, 2, 2))}
     verify_kv = rng.random() < 0.3
     workers = tuple(
         WorkerShape(
@@ -73,6 +83,10 @@ def scenario_of(seed: int) -> Scenario:
             step_s=rng.choice((0.004, 0.01, 0.03)),
             verify_kv=verify_kv,
             lease_s=lease_s,
+            prefix_cache=rng.random() < 0.8,
+            preempt=rng.choice(("auto", "auto", "swap", "recompute")) if role is Role.DECODE else "auto",
+            swap_slots=rng.choice((0, 4, 64)) if role is Role.DECODE else 0,
+            swap_s=rng.choice((0.0005, 0.05)),
         )
         for role, count in counts.items()
         for i in range(count)
@@ -94,13 +108,44 @@ def scenario_of(seed: int) -> Scenario:
         smallest_pool=min(w.num_blocks for w in workers),
         tight=tight,
         window=rng.choice((4, 32, 256)),
+        router=rng.choice(ROUTERS),
+        local_prefill_below=rng.choice((0, 0, 24, 1000)),
+        alike=rng.choice(((4, 3, 1, 2), (1, 4, 2, 6))),
+        samples=rng.choice(((1,), (1, 1, 1, 2, 4), (1, 1, 1, 2, 4))),
     )
 
 
-def asks_of(scenario: Scenario) -> list[Ask]:
-    """The requests of a seed; each fits every pool."""
+def asks_of(
+    scenario: Scenario, answer: Callable[[Ask], tuple[Answer, ...]]
+) -> Iterator[tuple[Ask, tuple[Answer, ...]]]:
+    """The requests of a seed with their right answers; each fits every pool, and many begin alike."""
     rng = random.Random(f"asks {scenario.seed}")
-    return [_ask(rng, f"r{i}", scenario) for i in range(scenario.num_requests)]
+    openings = [_tokens(rng, rng.choice((8, 16, 17, 32, 40, 64))) for _ in range(2)]
+    limit = scenario.smallest_pool * BLOCK_SIZE
+    told: list[tuple[Ask, tuple[Answer, ...]]] = []
+    for i in range(scenario.num_requests):
+        ask = _ask(rng, f"r{i}", scenario)
+        prompt, after = ask.prompt_ids, ""
+        kind = rng.choices(("new", "opening", "again", "turn"), scenario.alike)[0] if told else "opening"
+        before, answers = rng.choice(told) if told else (ask, ())
+        if kind == "opening":
+            prompt = rng.choice(openings) + prompt
+        elif kind == "again":
+            prompt, after = before.prompt_ids, rng.choice(("", before.name))
+        elif kind == "turn":
+            after = before.name
+            prompt = before.prompt_ids + rng.choice(answers).token_ids + prompt[: rng.choice((1, 5, 20))]
+        if len(prompt) + 2 > (limit if not scenario.tight else min(limit, 64)):
+            prompt, after = ask.prompt_ids, ""
+        salt = before.cache_salt if after and rng.random() < 0.8 else ask.cache_salt
+        stop = StopRule(min(ask.stop.max_tokens, limit - len(prompt)), ask.stop.stop_token_ids)
+        ask = replace(ask, prompt_ids=prompt, after=after, cache_salt=salt, stop=stop)
+        told.append((ask, answer(ask)))
+        yield told[-1]
+
+
+def _tokens(rng: random.Random, num: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(256) for _ in range(num))
 
 
 def _ask(rng: random.Random, name: str, scenario: Scenario) -> Ask:
@@ -120,9 +165,12 @@ def _ask(rng: random.Random, name: str, scenario: Scenario) -> Ask:
     strings = tuple(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789 ") for _ in range(8)) if rng.random() < 0.2 else ()
     return Ask(
         name=name,
-        prompt_ids=tuple(rng.randrange(256) for _ in range(length)),
+        prompt_ids=_tokens(rng, length),
         sampling=sampling,
         stop=StopRule(max_tokens, stop_ids),
         stop_strings=strings,
         deadline_s=rng.choice((0.3, 1.0, 5.0)) if "deadline" in scenario.faults and rng.random() < 0.3 else None,
+        n=rng.choice(scenario.samples),
+        cache_salt=rng.choice(("", "", "", "", "", "a", "b")),
+        prefix_cache=rng.random() < 0.92,
     )

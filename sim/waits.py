@@ -69,21 +69,23 @@ def _see_prefill(snapshot: Snapshot, worker: WorkerNode, core: PrefillCore) -> N
 
 
 def _see_decode(snapshot: Snapshot, worker: WorkerNode, core: DecodeCore) -> None:
+    """An attempt holds if one of its sequences does, or its ticket."""
     pool = worker.shape.name
     holders, waiters = snapshot.holders.setdefault(pool, set()), snapshot.waiters.setdefault(pool, set())
+    waiting = {id(attempt) for attempt in core._waiting}
     for attempt in core._desk.attempts:
-        name = (attempt.key.request_id, attempt.key.attempt)
-        (waiters if attempt.ticket is None else holders).add(name)
-    for sequence in core._p.scheduler._queues.waiting:
-        if not sequence.block_ids:
-            waiters.add((sequence.spec.key.request_id, sequence.spec.key.attempt))
+        if not attempt.running:
+            (waiters if id(attempt) in waiting else holders).add((attempt.key.request_id, attempt.key.attempt))
+    for sequence in core._p.scheduler._sequences.values():
+        name = (sequence.spec.key.request_id, sequence.spec.key.attempt)
+        (holders if sequence.running or sequence.block_ids else waiters).add(name)
     if worker.pool.counts().quarantined:
         holders.add(NOBODY)
-    holders -= waiters
+    waiters -= holders
     _room_for_all(snapshot, worker)
 
 
 def _room_for_all(snapshot: Snapshot, worker: WorkerNode) -> None:
     """Nobody holds anything: whoever waits is served."""
-    if worker.pool.counts().free == worker.pool.num_blocks:
+    if worker.pool.num_free == worker.pool.num_blocks:
         snapshot.waiters[worker.shape.name] = set()

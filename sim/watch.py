@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from coordinator.dispatch import Dispatcher
+from coordinator.live import Live
 from coordinator.roster import RosterOwner
 from kvrelay.errors import Aborted, DeadlineExceeded, KVRelayError, ResourceExhausted, Unavailable
 from kvrelay.link import LEASE_S
-from kvrelay.requests import Role, WorkerId
-from kvrelay.session import Report
+from kvrelay.requests import RequestId, Role, WorkerId
+from kvrelay.session import Report, TokenOut
 from sim.waits import find_cycle
 from sim.world import Node, Violation
 
@@ -112,7 +114,7 @@ class Watch:
             return history.read_pause_s > 0 or self._slow_messages() or "that is the limit" in error.message
         if isinstance(error, Aborted):
             return sum(cluster.plan.happened.values()) + cluster.net.num_cut >= 4 or self._short_leases()
-        return isinstance(error, Unavailable) and any(self._role_disturbed(role) for role in Role)
+        return isinstance(error, Unavailable) and self._decode_disturbed()
 
     def _slow_messages(self) -> bool:
         """A message that is long under way stops its stream's window, as a reader does that is slow."""
@@ -121,8 +123,9 @@ class Watch:
     def _short_leases(self) -> bool:
         return any(w.lease_s < LEASE_S for w in self._cluster.scenario.workers)
 
-    def _role_disturbed(self, role: Role) -> bool:
-        names = [w.name for w in self._cluster.scenario.workers if w.role is role]
+    def _decode_disturbed(self) -> bool:
+        """All of them; without prefill workers decode alone goes on."""
+        names = [w.name for w in self._cluster.scenario.workers if w.role is Role.DECODE]
         return all(self._disturbed(name, EXPLAINS_S) for name in names)
 
 
@@ -133,22 +136,36 @@ class EmissionCheck:
         self._dispatcher = dispatcher
 
     def on_report(self, worker: WorkerId, report: Report) -> None:
-        lives = self._dispatcher._live
-        before = {
-            t.request_id: (lives[t.request_id], len(lives[t.request_id].journal))
-            for t in report.tokens
-            if t.request_id in lives
-        }
-        attempts = {name: live.state.attempt for name, (live, _) in before.items()}
+        before: dict[RequestId, tuple[Live, int, int]] = {}
+        own: Counter[RequestId] = Counter()
+        for token in report.tokens:
+            live = self._who(token)
+            if live is not None:
+                before.setdefault(live.id, (live, len(live.journal), live.state.attempt))
+                own[live.id] += token.attempt == live.state.attempt
         self._dispatcher.on_report(worker, report)
-        for name, (live, length) in before.items():
-            own = [t for t in report.tokens if t.request_id == name and t.attempt == attempts[name]]
+        for live, length, attempt in before.values():
+            if live.children:
+                self._forked(live, worker)
             placed = live.state.placement
             grew = len(live.journal) - length
-            if grew > len(own):
-                raise Violation(f"{name}: {grew} tokens were taken, {len(own)} are of attempt {attempts[name]}")
+            if grew > own[live.id]:
+                raise Violation(f"{live.id}: {grew} tokens were taken, {own[live.id]} are of attempt {attempt}")
             if grew and placed is not None and placed.role_of(worker) is None:
-                raise Violation(f"{name}: a token of {worker} was taken, which has no part in it")
+                raise Violation(f"{live.id}: a token of {worker} was taken, which has no part in it")
+
+    def _who(self, token: TokenOut) -> Live | None:
+        """The request of this id, or the sequence that workers still know by it."""
+        live = self._dispatcher._live.get(token.request_id)
+        return live or self._dispatcher._families.child(token.request_id, token.attempt, token.sequence)
+
+    @staticmethod
+    def _forked(prompt: Live, worker: WorkerId) -> None:
+        """With this report: then each sequence has its first token, from a worker of the placement."""
+        short = [child.id for child in prompt.children if not len(child.journal)]
+        placed = prompt.state.placement
+        if len(prompt.children) != prompt.facts.n or short or placed is None or placed.role_of(worker) is None:
+            raise Violation(f"{prompt.id} forked into {len(prompt.children)} through {worker}; no token in {short}")
 
     def on_worker_lost(self, worker: WorkerId, why: str) -> None:
         self._dispatcher.on_worker_lost(worker, why)

@@ -7,30 +7,22 @@ sessions and links come over the simulated network, and a worker that must end i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
-from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
-from engine.hash_executor import HashExecutor
-from engine.scheduler import Budgets, Scheduler
 from kvrelay.errors import KVRelayError
-from kvrelay.link import LEASE_S, LinkHello, LinkWelcome
-from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
+from kvrelay.link import LinkHello, LinkWelcome
+from kvrelay.models.builtin import builtin_identity
 from kvrelay.requests import Incarnation, Role, WorkerId
-from kvrelay.session import Load, Report, WorkerDescription
+from kvrelay.session import Load, Report
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
-from kvtransfer.receiver import ReceiverTable, TicketState
-from kvtransfer.store import block_checksum
+from kvtransfer.receiver import TicketState
 from kvtransfer.transports.base import TransportEvent, WriteFailed
-from kvtransfer.writer import WriterTable
-from prefill_svc.attempt import PrefillParts
-from prefill_svc.core import PrefillCore
 from sim.frames import Framed
 from sim.leaving import Departure
 from sim.memory import Fabric, LedgerPool, Member, OneSided
 from sim.network import End, Network
+from sim.shapes import WorkerShape, core_of, describe, executor_of
 from sim.ways import Ways, requests_of
 from sim.world import Node, World
 from worker.block_lists import BlockLists
@@ -39,33 +31,11 @@ from worker.events import Action, BlocksListed, DropPeer, Event, Leave, OpenLink
 from worker.link_client import LinkClient
 from worker.link_server import LinkServer
 from worker.mailbox import Mailbox
-from worker.pace import Pace
 from worker.registration import Registration
 from worker.session_hub import SessionHub
 
-BLOCK_SIZE = 16
 SLOWEST_STEP_S = 1.8
 """Turns of 1.6 s were seen on a machine with more to do than cores."""
-
-
-@dataclass(frozen=True)
-class WorkerShape:
-    """What does not change over the lives of a worker."""
-
-    role: Role
-    name: str
-    coordinators: tuple[str, ...]
-    transport: str
-    num_blocks: int
-    step_tokens: int
-    max_sequences: int
-    step_s: float
-    verify_kv: bool = False
-    lease_s: float = LEASE_S
-
-    @property
-    def address(self) -> str:
-        return f"{self.name}:1"
 
 
 class _Mailbox(Mailbox[Event]):
@@ -87,10 +57,12 @@ class WorkerNode:
         self.world, self.net, self.fabric, self.shape = world, net, fabric, shape
         self.node = Node(world, shape.name)
         self.incarnation = Incarnation(f"{shape.name}.{life}")
-        self.executor = HashExecutor(shape.num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS)
-        self.pool = LedgerPool(shape.num_blocks)
+        self.executor = executor_of(shape)
+        self.pool = LedgerPool(shape.num_blocks, cache=shape.prefix_cache)
+        self.pool.bytes_of, self.pool.promises = self.executor.pool.read, fabric.promises
         self.mailbox = _Mailbox()
-        self.computing = False
+        self.turned = True
+        """Whether the engine, which alone touches the core, did anything since somebody looked."""
         self.progress = 0
         self.exited: int | None = None
         self.departure = Departure(self)
@@ -106,10 +78,10 @@ class WorkerNode:
             member.is_open = self._is_open
         else:
             self.transport = Framed(self.node, self.executor.pool, self._on_transport)
-        self.core = self._prefill_core() if shape.role is Role.PREFILL else self._decode_core()
+        self.core = core_of(shape, self.incarnation, self.executor, self.pool)
         self._turn = EngineTurn(self.core, self._deliver, self.node.clock)
         self.load: Load = self.core.load(self.node.clock())
-        self.description = self._describe()
+        self.description = describe(shape, self.incarnation, self.executor)
         self.block_lists = BlockLists(self.mailbox)
         self.hub = SessionHub(self.mailbox, self.description, lambda: self.load)
         self._open_doors()
@@ -117,72 +89,6 @@ class WorkerNode:
         self.node.on_death.append(lambda: fabric.died(self.node))
         self.engine = self.node.spawn(self._run_engine(), "engine")
         self.node.loop.call_soon(self._register)
-
-    # what it is made of
-
-    def _prefill_core(self) -> PrefillCore:
-        shape, layout = self.shape, self.executor.layout
-        late = shape.transport == "grpc"
-        return PrefillCore(
-            PrefillParts(
-                layout=layout,
-                max_context=shape.num_blocks * BLOCK_SIZE,
-                vocab_size=BUILTIN_VOCAB,
-                transport=shape.transport,
-                pool=self.pool,
-                scheduler=Scheduler(self.pool, BLOCK_SIZE, self._budgets()),
-                table=WriterTable(
-                    self.incarnation, layout.block_bytes, refuses_late=late, checksum_of=self._checksum()
-                ),
-                pace=Pace(0.4, shape.step_tokens),
-            )
-        )
-
-    def _decode_core(self) -> DecodeCore:
-        layout, late = self.executor.layout, self.shape.transport == "grpc"
-        return DecodeCore(
-            DecodeParts(
-                incarnation=self.incarnation,
-                layout=layout,
-                max_context=self.shape.num_blocks * BLOCK_SIZE,
-                vocab_size=BUILTIN_VOCAB,
-                pool=self.pool,
-                scheduler=Scheduler(self.pool, BLOCK_SIZE, self._budgets()),
-                table=ReceiverTable(
-                    self.incarnation,
-                    layout.block_bytes,
-                    refuses_late=late,
-                    bytes_over_link=late,
-                    lease_s=self.shape.lease_s,
-                    checksum_of=self._checksum(),
-                ),
-                store=self.executor.pool,
-            )
-        )
-
-    def _checksum(self) -> Callable[[int], int] | None:
-        return partial(block_checksum, self.executor.pool) if self.shape.verify_kv else None
-
-    def _budgets(self) -> Budgets:
-        return Budgets(max_tokens=self.shape.step_tokens, max_sequences=self.shape.max_sequences)
-
-    def _describe(self) -> WorkerDescription:
-        shape = self.shape
-        return WorkerDescription(
-            worker_id=WorkerId(shape.name),
-            role=shape.role,
-            incarnation=self.incarnation,
-            pid=1,
-            address=shape.address,
-            model=builtin_identity("hash"),
-            layout=self.executor.layout,
-            num_blocks=shape.num_blocks,
-            transport=shape.transport,
-            executor="hash",
-            max_sequences=shape.max_sequences,
-            step_tokens=shape.step_tokens,
-            verify_kv=shape.verify_kv,
-        )
 
     def _open_doors(self) -> None:
         identity, name = builtin_identity("hash"), WorkerId(self.shape.name)
@@ -230,15 +136,15 @@ class WorkerNode:
             if self.world.show is not None:
                 self._say("<-", events)
             plan = self._turn.begin(events)
+            self.turned = True
             busy = plan is not None
             if plan is not None:
-                self.computing = True
                 seconds = self.shape.step_s * rng.uniform(0.5, 1.5) * (1 + plan.num_tokens / 64)
                 slow = rng.random() < self.world.slow_step_chance
                 await asyncio.sleep(seconds + rng.uniform(0.2, SLOWEST_STEP_S) if slow else seconds)
                 result = self.executor.run(plan)
                 self._turn.finish(plan, result)
-                self.computing = False
+                self.turned = True
                 self.progress += plan.num_tokens
             self.load = self.core.load(self.node.clock())
 

@@ -10,8 +10,9 @@ from kvrelay.requests import Role
 from sim.checks import check_worker, holds_nothing
 from sim.memory import Fabric, LedgerPool
 from sim.network import Network
+from sim.shapes import WorkerShape
 from sim.waits import NOBODY, Snapshot, reduce
-from sim.worker_node import WorkerNode, WorkerShape
+from sim.worker_node import WorkerNode
 from sim.world import Violation, World, dropping_what_is_left
 
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
