@@ -24,7 +24,10 @@ from kvrelay.blocks import blocks_for
 from kvrelay.requests import WorkerId
 
 TICKET_BUDGETS = 2
-"""Chunk budgets of ticketed tokens that a prefill worker may have at once; one request on an idle one always may."""
+"""Chunk budgets of ticketed tokens that a prefill worker may have at once; one request on an idle one always may.
+
+A request may wait behind as many tokens more as are cached there of its own: sent elsewhere, it would compute them.
+"""
 PASS_S = 2.0
 """How long smaller requests may pass a blocked head of the queue."""
 LOOK_AHEAD = 64
@@ -69,7 +72,7 @@ DEFAULT_RULES = Rules()
 def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Routed | None:
     """A placement that has room now, or None. Caches are looked at only if somebody may have room."""
     alone = not snapshot.prefill
-    prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v)]
+    prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v, want)]
     decodes = [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
     may_be_local = alone or (want.needs_decode and rules.local_prefill_below > 0)
     if ((want.needs_decode or alone) and not decodes) or not (prefills or may_be_local):
@@ -127,13 +130,7 @@ class _Look:
         return known - min(self.depths.get(view.worker_id, 0) * view.block_size, known - 1)
 
     def best_prefill(self, views: Sequence[PrefillView]) -> PrefillView | None:
-        having_budget = [
-            view
-            for view in views
-            if view.ticketed_tokens == 0
-            or view.ticketed_tokens + self.uncached(view) <= TICKET_BUDGETS * view.step_tokens
-        ]
-        return min(having_budget, key=self._prefill_order, default=None)
+        return min(filter(self._has_budget, views), key=self._prefill_order, default=None)
 
     def best_decode(self, views: Sequence[DecodeView]) -> DecodeView | None:
         return min(filter(self._has_blocks, views), key=self._decode_order, default=None)
@@ -152,6 +149,11 @@ class _Look:
             decode.address if decode else "",
         )
         return Routed(placement, self.want.num_tokens, self.uncached(computes), self.want.num_sequences)
+
+    def _has_budget(self, view: PrefillView) -> bool:
+        uncached = self.uncached(view)
+        budget = TICKET_BUDGETS * view.step_tokens + self.want.num_tokens - uncached
+        return view.ticketed_tokens == 0 or view.ticketed_tokens + uncached <= budget
 
     def _has_blocks(self, view: DecodeView) -> bool:
         """An empty worker always takes one: what none can hold at all was refused before the queue.
@@ -204,9 +206,10 @@ def _load(view: DecodeView) -> float:
     return SEQUENCE_TOKENS * view.sequences + POOL_TOKENS * view.occupancy
 
 
-def _may_take(view: PrefillView) -> bool:
-    """Whether it would take a prompt of which it caches all but a token."""
-    return view.usable and (view.ticketed_tokens == 0 or view.ticketed_tokens < TICKET_BUDGETS * view.step_tokens)
+def _may_take(view: PrefillView, want: Want) -> bool:
+    """Whether it would take it if it cached all but a token of it."""
+    budget = TICKET_BUDGETS * view.step_tokens + (want.num_tokens - 1 if want.keys else 0)
+    return view.usable and (view.ticketed_tokens == 0 or view.ticketed_tokens < budget)
 
 
 def _takes_more(view: DecodeView, want: Want) -> bool:

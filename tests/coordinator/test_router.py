@@ -212,7 +212,7 @@ class Counting:
 
 def test_caches_are_looked_at_once_a_request_and_only_if_somebody_may_have_room() -> None:
     index, keys = Counting(), (BlockKey(b"k"),)
-    for prefill, decode in ((p("p0", 1024), d("d0")), (p("p0"), d("d0", 8)), (p("p0"), d("d0", usable=False))):
+    for prefill, decode in ((p("p0", 1043), d("d0")), (p("p0"), d("d0", 8)), (p("p0"), d("d0", usable=False))):
         assert route(Snapshot((prefill,), (decode,), index), Want(20, keys=keys)) is None
     assert index.asked == 0
     assert route(Snapshot((p("p0"), p("p1")), (d("d0"), d("d1")), index), Want(20, keys=keys)) is not None

@@ -123,12 +123,24 @@ def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed() -> None:
     assert cluster.prefill["p0"].queued_tokens == 1 + 2
 
 
-def test_the_budget_of_tickets_counts_uncached_tokens() -> None:
-    cluster, keys = Cluster(1, 1), keys_of("a", 960)
+def test_the_budget_of_tickets_counts_uncached_tokens_and_grows_by_cached_ones() -> None:
+    cluster, keys = Cluster(1, 1), keys_of("a", 160)
     cluster.cached("p0", *keys)
-    cluster.prefill["p0"] = replace(cluster.prefill["p0"], queued_tokens=1000, ticketed_tokens=1000)
-    assert cluster.route(985, keys) is None, "25 more than the budget of 1,024 holds"
-    assert cluster.place(984, keys) == ("p0", "d0")
+    view = cluster.prefill["p0"]
+    cluster.prefill["p0"] = replace(view, queued_tokens=1000, ticketed_tokens=1000)
+    assert cluster.route(345, keys) is None, "185 tokens where the budget of 1,024 + 160 has room for 184"
+    assert cluster.place(344, keys) == ("p0", "d0")
+    assert cluster.route(25, ()) is None
+
+
+def test_a_conversation_waits_for_its_own_worker_rather_than_be_computed_anew_on_an_idle_one() -> None:
+    cluster, keys = Cluster(2, 1), keys_of("a", 960)
+    cluster.cached("p0", *keys)
+    cluster.prefill["p0"] = replace(cluster.prefill["p0"], queued_tokens=1024, ticketed_tokens=1024, step_tokens=512)
+    assert cluster.place(970, keys) == ("p1", "d0")
+    cluster.prefill["p0"] = replace(cluster.prefill["p0"], queued_tokens=900, ticketed_tokens=900, step_tokens=128)
+    cluster.prefill["p1"] = replace(cluster.prefill["p1"], queued_tokens=0, ticketed_tokens=0)
+    assert cluster.place(970, keys) == ("p0", "d0")
 
 
 def test_blocks_that_running_sequences_share_need_no_room() -> None:
