@@ -18,6 +18,7 @@ from sim.network import Network
 from sim.reference import Answer, OneProcess
 from sim.scenario import HARMLESS, Scenario, asks_of, scenario_of
 from sim.shapes import WorkerShape
+from sim.sharing import shared_too_much
 from sim.watch import Watch
 from sim.worker_node import WorkerNode
 from sim.world import Node, Violation, World, dropping_what_is_left
@@ -127,6 +128,7 @@ class SimCluster:
 
     def _coordinator_died(self, name: str) -> None:
         self.watch.disturb(name, 5.0)
+        self._gone.append(self.coordinators[name])
         self._restart(lambda: self._start_coordinator(name))
 
     def _worker_died(self, worker: WorkerNode) -> None:
@@ -193,6 +195,9 @@ class SimCluster:
         for worker in self.workers.values():
             worker.pool.check_contents()
             self._take_counters(worker)
+        coordinators = [*self.coordinators.values(), *(c for c in self._gone if isinstance(c, CoordinatorNode))]
+        if words := shared_too_much(self.clients.histories, set[str]().union(*(c.first_try for c in coordinators))):
+            raise Violation(words)
         self.counters["cached_tokens"] = self.clients.cached_tokens
         for coordinator in self.coordinators.values():
             self.counters.update({k: v for k, v in coordinator.dispatcher.counters.items() if "." not in k})

@@ -56,6 +56,8 @@ class CoordinatorNode:
         self.roster = Roster(f"{name}.{life}", Served(builtin_identity("hash"), "hash"), self._dial, self._list_blocks)
         self.dispatcher = Dispatcher(config, self.roster)
         self.roster.owner = EmissionCheck(self.dispatcher)
+        self.first_try: set[str] = set()
+        """Requests that ended well without having been placed twice."""
         self._codec = ByteCodec()
         self._serial = 0
         self._life = life
@@ -116,6 +118,8 @@ class CoordinatorNode:
         live = self.dispatcher.submit(facts, text, Times(now, 0), tuple(more))
         try:
             await self._stream(live, end)
+            if all(one.state.attempt == 0 for one in live.children or (live,)):
+                self.first_try.add(ask.name)
         except asyncio.CancelledError:
             if live.stream.cut is None:
                 raise
