@@ -32,7 +32,7 @@ from kvrelay.config import ROUTERS
 
 BLOCK_SIZE = 16
 STEP_TOKENS = 128
-SPARE = 1.3
+SPARE = 1.2
 """Blocks of the pools of a role against those of all histories."""
 
 
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=ROUTERS, default=list(ROUTERS), help="default: all")
     parser.add_argument("--workers", type=int, default=2, help="of each role (default 2)")
     parser.add_argument("--conversations", type=int, default=16, help="at once (default 16)")
-    parser.add_argument("--turns", type=int, default=6, help="of each conversation (default 6)")
+    parser.add_argument("--turns", type=int, default=8, help="of each conversation (default 8)")
     parser.add_argument("--step-seconds", type=float, default=0.01, help="duration of a step (default 0.01)")
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between turns, on average (default 0.5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
