@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from engine.block_pool import BlockPool
 from engine.events import Event, Matched
@@ -30,6 +31,13 @@ def spec(
     """A sequence with a prompt of so many tokens (or these), of which `output` was already streamed."""
     tokens = tuple((7 * i + len(name)) % 256 for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     return SequenceSpec(key(name), tokens + tuple(output), len(tokens), sampling, StopRule(max_tokens, frozenset(stop)))
+
+
+def sequences_of(one: SequenceSpec) -> list[SequenceSpec]:
+    """The sequences of a request, as requests of their own."""
+    return [
+        replace(one, key=replace(one.key, sequence=s), n=1, sampling=one.sampling.of_sequence(s)) for s in range(one.n)
+    ]
 
 
 def constant(plan: Plan, token_id: int = 9) -> Result:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
-from specs import hash_engine, spec
+from specs import hash_engine, sequences_of, spec
 
 from engine.block_pool import BlockPool
 from engine.events import Finished, Preempted, Sampled
@@ -73,13 +73,6 @@ def workload(seed: int) -> Workload:
 @cache
 def _reference(block_size: int) -> LocalEngine:
     return hash_engine(128, block_size)[0]
-
-
-def sequences_of(one: SequenceSpec) -> list[SequenceSpec]:
-    """The sequences of a request, as requests of their own."""
-    return [
-        replace(one, key=replace(one.key, sequence=s), n=1, sampling=one.sampling.of_sequence(s)) for s in range(one.n)
-    ]
 
 
 class Run:
