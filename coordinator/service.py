@@ -1,7 +1,7 @@
 """kvrelay.v1.InferenceService: protos in, protos out. Knows what a request may look like, not how it is served.
 
-Generate: Accepted, one Token message per token, Finished for each sequence; errors only as the status. Whatever ends the call, the
-dispatcher hears of it: from the handler's own end, and from the call's when a write was under way.
+Generate: Accepted, one Token message per token, Finished for each sequence; errors only as the status. Whatever ends
+the call, the dispatcher hears of it: from the handler's own end, and from the call's when a write was under way.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return tuple(await self._tokenizing.encode(text, add_special_tokens=raw.text is not None))
 
     async def _keys(self, raw: RawRequest, prompt_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
-        """By which the router finds the prompt in caches; none where it does not look, or the request wants no cache."""
+        """By which the router finds the prompt in caches; none where it does not look, or the request wants none."""
         if raw.prefix_cache is False or not self._dispatcher.routes_by_keys:
             return ()
         scope = KeyScope(TENANT, self._model.identity.fingerprint, cache_salt=raw.cache_salt)
