@@ -1,7 +1,7 @@
 """Owns every open request: what happens goes to its lifecycle as events. Knows no protos and no sockets.
 
 One event loop, no task per request: reports of workers, calls of handlers and timers come in as plain calls. The
-router runs whenever something changed, once per turn of the loop. Cost per token is what counts here.
+router runs whenever something changed (coordinator.placing). Cost per token is what counts here.
 
 A request for n sequences is n requests from its first tokens on, in one stream; what workers say of their common
 attempt is told to each of them.
@@ -18,12 +18,13 @@ import structlog
 
 from coordinator import events as ev
 from coordinator.actions import Actions
-from coordinator.admission import NO_WORKER_GRACE_S, RETRY_AFTER_S, Admission
+from coordinator.admission import Admission
 from coordinator.families import Families, FirstTokens
 from coordinator.lifecycle import accepts, step
 from coordinator.live import Attempt, Live, Times
 from coordinator.moves import end
 from coordinator.output import OutputText
+from coordinator.placing import Placing
 from coordinator.records import keep_computed, keep_pushed
 from coordinator.roster import Roster
 from coordinator.router import Rules
@@ -32,7 +33,7 @@ from coordinator.stream import StreamBuffer
 from coordinator.views import Share
 from coordinator.waiting import WaitingLine
 from kvrelay.config import CoordinatorConfig
-from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, ResourceExhausted, Unavailable
+from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, ResourceExhausted
 from kvrelay.fault_points import fault_point
 from kvrelay.requests import RequestId, Role, WorkerId
 from kvrelay.session import Ended, Pushed, Report, Reserved, TokenOut
@@ -54,8 +55,8 @@ class Dispatcher:
         self._firsts = FirstTokens()
         self._queue = WaitingLine(Rules(config.router, config.local_prefill_below))
         self._serial = 0
-        self._pump_scheduled = False
         self._admission = Admission(config)
+        self._placing = Placing(roster, self._queue, self._admission, self._feed)
         self.counters: Counter[str] = Counter()
         self._actions = Actions(roster, self._queue, self._live, self.counters, self)
         roster.owner = self
@@ -78,7 +79,7 @@ class Dispatcher:
     def check_room(self, needs_decode: bool) -> None:
         """Raises at once what would keep a new request out: no worker, a full queue, too many streams."""
         now = time.monotonic()
-        self._look(now)
+        self._placing.look(now)
         self._admission.check(needs_decode, len(self._open), len(self._queue), now)
 
     def refusal(self) -> ResourceExhausted | None:
@@ -108,7 +109,7 @@ class Dispatcher:
         self._set_deadline(live)
         self.counters["started"] += 1
         self._queue.add(live)
-        self._pump()
+        self._placing.pump()
         return live
 
     def leave(self, request_id: RequestId) -> None:
@@ -152,7 +153,7 @@ class Dispatcher:
             self.on_change()
 
     def on_worker_lost(self, worker: WorkerId, why: str) -> None:
-        self._look(time.monotonic())
+        self._placing.look(time.monotonic())
         for live in list(self._live.values()):
             placement = live.state.placement
             role = placement.role_of(worker) if placement is not None else None
@@ -164,10 +165,7 @@ class Dispatcher:
                 self._actions.deliver(live)
 
     def on_change(self) -> None:
-        """Something may let the router place a request: look at the queue once in this turn of the loop."""
-        if not self._pump_scheduled:
-            self._pump_scheduled = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        self._placing.on_change()
 
     # life
 
@@ -177,25 +175,10 @@ class Dispatcher:
             await asyncio.sleep(SWEEP_S)
             fault_point("coordinator.sweep")
             now = time.monotonic()
-            self._sweep_queue(now)
+            self._placing.sweep(now)
             for stream in list(self._open.values()):
                 if stream.stuck_s(now) > STUCK_READER_S:
                     stream.cut_off(ResourceExhausted(f"the client read nothing for {STUCK_READER_S:.0f} s"))
-
-    def _look(self, now: float) -> None:
-        """Which roles have a worker. Who waits for one that went is told as soon as the wait has become hopeless."""
-        if self._admission.look(self._roster.has, now):
-            at = now + NO_WORKER_GRACE_S
-            asyncio.get_running_loop().call_at(at, self._sweep_queue, at)
-
-    def _sweep_queue(self, now: float) -> None:
-        self._look(now)
-        for live in self._queue.lives():
-            missing = self._admission.hopeless(live.needs_decode, now)
-            if missing:
-                before = f": {live.lost[-1].loss.words}" if live.lost and live.lost[-1].loss else ""
-                error = Unavailable(f"no {missing} is left{before}", retry_after_s=RETRY_AFTER_S)
-                self._feed(live, ev.StreamFailed(error))
 
     # events in
 
@@ -317,23 +300,3 @@ class Dispatcher:
             self._actions.carry_out(live, action, now)
         if live.too_slow and live.state.phase is not Phase.ENDED:
             self._step(live, ev.ReaderTooSlow(), now)
-
-    # the queue
-
-    def _pump(self) -> None:
-        """Places requests until nobody can be placed."""
-        self._pump_scheduled = False
-        self._look(time.monotonic())
-        while self._queue:
-            now = time.monotonic()
-            found = self._queue.take(self._roster.snapshot(), now)
-            if found is None:
-                return
-            live, routed = found
-            placement = routed.placement
-            live.attempt.placement, live.attempt.routed_at = placement, now
-            for worker in (placement.prefill, placement.decode):
-                if worker is not None:
-                    self._roster.assign(worker, live.id, routed.share(worker))
-            live.attempt.placed_at = time.monotonic()
-            self._feed(live, ev.Place(placement, live.journal.token_ids))

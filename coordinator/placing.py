@@ -1,0 +1,70 @@
+"""When the queue is looked at: the router's word becomes a placement, and who waits in vain is told. Knows no streams.
+
+The router runs whenever something changed, once per turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from coordinator import events as ev
+from coordinator.admission import NO_WORKER_GRACE_S, RETRY_AFTER_S, Admission
+from coordinator.live import Live
+from coordinator.roster import Roster
+from coordinator.waiting import WaitingLine
+from kvrelay.errors import Unavailable
+
+
+class Placing:
+    """feed: takes what is decided of a request as an event of its lifecycle."""
+
+    def __init__(
+        self, roster: Roster, queue: WaitingLine, admission: Admission, feed: Callable[[Live, ev.Event], None]
+    ) -> None:
+        self._roster = roster
+        self._queue = queue
+        self._admission = admission
+        self._feed = feed
+        self._scheduled = False
+
+    def on_change(self) -> None:
+        """Something may let the router place a request: look at the queue once in this turn of the loop."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.pump)
+
+    def look(self, now: float) -> None:
+        """Which roles have a worker. Who waits for one that went is told as soon as the wait has become hopeless."""
+        if self._admission.look(self._roster.has, now):
+            at = now + NO_WORKER_GRACE_S
+            asyncio.get_running_loop().call_at(at, self.sweep, at)
+
+    def sweep(self, now: float) -> None:
+        """Ends those that wait for workers that will not come."""
+        self.look(now)
+        for live in self._queue.lives():
+            missing = self._admission.hopeless(live.needs_decode, now)
+            if missing:
+                before = f": {live.lost[-1].loss.words}" if live.lost and live.lost[-1].loss else ""
+                error = Unavailable(f"no {missing} is left{before}", retry_after_s=RETRY_AFTER_S)
+                self._feed(live, ev.StreamFailed(error))
+
+    def pump(self) -> None:
+        """Places requests until nobody can be placed."""
+        self._scheduled = False
+        self.look(time.monotonic())
+        while self._queue:
+            now = time.monotonic()
+            found = self._queue.take(self._roster.snapshot(), now)
+            if found is None:
+                return
+            live, routed = found
+            placement = routed.placement
+            live.attempt.placement, live.attempt.routed_at = placement, now
+            for worker in (placement.prefill, placement.decode):
+                if worker is not None:
+                    self._roster.assign(worker, live.id, routed.share(worker))
+            live.attempt.placed_at = time.monotonic()
+            self._feed(live, ev.Place(placement, live.journal.token_ids))
