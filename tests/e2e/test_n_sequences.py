@@ -105,6 +105,23 @@ async def test_one_token_each(cluster: Cluster) -> None:
     cluster.until_nothing_is_held()
 
 
+async def test_a_prompt_that_is_asked_again_says_what_was_cached(cluster: Cluster) -> None:
+    prompt = prompt_of(200, seed=21)
+    seen = []
+    async with AsyncClient(cluster.target) as client:
+        for prefix_cache in (True, True, False):
+            stream = client.generate(list(prompt), max_tokens=4, n=N, ignore_eos=True, prefix_cache=prefix_cache)
+            choices = (await stream.collect()).choices
+            moved = [(c.hand_off.num_blocks, c.hand_off.num_cached_blocks) for c in choices if c.hand_off is not None]
+            seen.append(({c.usage.cached_tokens for c in choices}, moved))
+    full, all_blocks = 200 // B, -(-200 // B)
+    assert seen == [
+        ({0}, [(all_blocks, 0)] * N),
+        ({full * B}, [(all_blocks - full, full)] * N),
+        ({0}, [(all_blocks, 0)] * N),
+    ]
+
+
 @pytest.mark.parametrize("shown", [1, 20])
 async def test_decode_dies_in_the_middle_and_all_sequences_go_on(cluster: Cluster, shown: int) -> None:
     prompt = prompt_of(100, seed=7 + shown)
