@@ -8,7 +8,8 @@ The life of an attempt here:
    each of n sequences. With both they join the batch with all but their last token computed, sharing the blocks.
 4. Each step's tokens go up in one report; Finished ends a sequence, and the last one the attempt.
 Abort, deadline, a lost writer or the session's end stop it anywhere; the receiver table decides when memory comes back.
-A worker that drains gives back what waits for a ticket, lets the rest land and run, and gives that back at the end.
+A worker that drains gives back what waits for a ticket and prompts of which nothing is computed here yet, lets the rest
+land and run, and gives that back at the end.
 """
 
 from __future__ import annotations
@@ -225,9 +226,8 @@ class DecodeCore:
 
     # endings
 
-    @staticmethod
-    def _kept(attempt: DecodeAttempt, moving: bool) -> bool:
-        return (attempt.ticket is not None or attempt.running) and not moving
+    def _kept(self, attempt: DecodeAttempt, moving: bool) -> bool:
+        return (attempt.ticket is not None or self._running.has_begun(attempt)) and not moving
 
     def _drop(self, attempt: DecodeAttempt, now: float) -> None:
         """Forget an attempt. The table keeps its blocks until nobody can write to them any more."""

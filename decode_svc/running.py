@@ -34,6 +34,11 @@ class Running:
         self._p.scheduler.add(spec_of(attempt.key, attempt.work))
         self._desk.tell(attempt.key, Reserved(attempt.work.request_id, attempt.work.attempt, None))
 
+    def has_begun(self, attempt: DecodeAttempt) -> bool:
+        """Whether a step has computed something of it, here or at prefill."""
+        notes = self._computing.get(attempt.key)
+        return attempt.running and (notes is None or notes.started_at is not None)
+
     def start(self, attempt: DecodeAttempt) -> None:
         """Those of its sequences go on whose first token was not their last; they share what is computed."""
         attempt.running = True

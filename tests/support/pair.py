@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
+
+from support.pair_requests import Request
 
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
@@ -20,7 +21,7 @@ from engine.local import LocalEngine
 from engine.scheduler import Budgets, Scheduler
 from kvrelay.link import BlockData, PartManifest
 from kvrelay.requests import Incarnation, RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule, WorkerId
-from kvrelay.session import Abort, Destination, Ended, Prefill, Pushed, Refused, Reserve, Start, Work
+from kvrelay.session import Abort, Destination, Prefill, Reserve, Start, TokenOut, Work
 from kvtransfer.actions import ExitProcess, Post, Reply, Send
 from kvtransfer.receiver import ReceiverTable
 from kvtransfer.store import block_checksum
@@ -48,16 +49,21 @@ SESSION = SessionId("s-1")
 VOCAB = 258
 
 
-def hash_reference(work: Work) -> tuple[int, ...]:
+def hash_reference(work: Work, sequence: int = 0) -> tuple[int, ...]:
     """The tokens of the one-process path."""
     executor = HashExecutor(512, 16, VOCAB)
     engine = LocalEngine(executor, Scheduler(BlockPool(512), 16, Budgets()))
     key = SequenceKey(SESSION, work.request_id, work.attempt)
-    spec = SequenceSpec(key, work.token_ids, work.num_prompt_tokens, work.sampling, work.stop)
+    spec = SequenceSpec(key, work.token_ids, work.num_prompt_tokens, work.sampling.of_sequence(sequence), work.stop)
     try:
         return tuple(engine.generate([spec])[key])
     finally:
         executor.close()
+
+
+def hash_references(work: Work) -> list[tuple[int, ...]]:
+    """The same of each of its n sequences."""
+    return [hash_reference(work, sequence) for sequence in range(work.n)]
 
 
 def make_work(name: str, num_tokens: int, max_tokens: int, seed: int | None = None) -> Work:
@@ -65,19 +71,6 @@ def make_work(name: str, num_tokens: int, max_tokens: int, seed: int | None = No
     tokens = tuple(rng.randrange(256) for _ in range(num_tokens))
     sampling = Sampling(temperature=0.0) if seed is None else Sampling(temperature=1.0, seed=seed)
     return Work(RequestId(name), 1, tokens, num_tokens, sampling, StopRule(max_tokens))
-
-
-@dataclass
-class Request:
-    """What a coordinator knows of one request."""
-
-    work: Work
-    tokens: list[int] = field(default_factory=list)
-    ended: Ended | None = None
-    refused: Refused | None = None
-    landed: bool = False
-    pushed: Pushed | None = None
-    aborted: bool = False
 
 
 class Pair:
@@ -149,6 +142,8 @@ class Pair:
         self.damage: Callable[[bytes], bytes] = lambda data: data
         """What becomes of a block's bytes on their way."""
         self.decode_steps = 0
+        self.parts: list[Part] = []
+        """Every part posted, in order."""
         self._post(self.to_prefill, "session", SessionOpened(SESSION, "c"))
         self._post(self.to_decode, "session", SessionOpened(SESSION, "c"))
 
@@ -158,9 +153,12 @@ class Pair:
 
     # what a coordinator does
 
-    def submit(self, work: Work) -> Request:
-        request = self.requests[work.request_id] = Request(work)
-        if work.stop.max_tokens == 1:
+    def submit(self, work: Work, *, local: bool = False) -> Request:
+        """local: decode computes the prompt itself."""
+        request = self.requests[work.request_id] = Request(work, local)
+        if local:
+            self._command(self.to_decode, Reserve(work, local_prefill=True))
+        elif work.stop.max_tokens == 1:
             self._command(self.to_prefill, Prefill(work, None))
         else:
             self._command(self.to_decode, Reserve(work))
@@ -171,6 +169,12 @@ class Pair:
         request.aborted = True
         for queues in (self.to_prefill, self.to_decode):
             self._command(queues, Abort(request.work.request_id, request.work.attempt))
+
+    def abort_sequence(self, name: str, sequence: int) -> None:
+        """One sequence is over, as the coordinator alone can tell: decode hears it."""
+        request = self.requests[RequestId(name)]
+        request.dropped.add(sequence)
+        self._command(self.to_decode, Abort(request.work.request_id, request.work.attempt, sequence))
 
     def close_session(self) -> None:
         for queues in (self.to_prefill, self.to_decode):
@@ -185,37 +189,37 @@ class Pair:
         report = action.report
         for reserved in report.reserved:
             request = self.requests[reserved.request_id]
-            if not request.aborted:
+            request.ticket = reserved.ticket
+            assert (reserved.ticket is None) == request.local
+            if reserved.ticket is not None and not request.aborted:
                 destination = Destination(WorkerId("d"), "somewhere", reserved.ticket)
                 self._command(self.to_prefill, Prefill(request.work, destination))
         for refused in report.refused:
             self.requests[refused.request_id].refused = refused
+        for record in report.records:
+            self.requests[record.request_id].records.append(record)
         for token in report.tokens:
-            self._token(self.requests[token.request_id], token.index, token.token_id)
+            self._token(self.requests[token.request_id], token)
         for landed in report.landed:
             self.requests[landed.request_id].landed = True
         for pushed in report.pushed:
             self.requests[pushed.request_id].pushed = pushed
         for ended in report.ended:
-            self._ended(self.requests[ended.request_id], ended)
+            self.requests[ended.request_id].end(ended)
 
-    def _token(self, request: Request, index: int, token_id: int) -> None:
-        if request.aborted:
+    def _token(self, request: Request, token: TokenOut) -> None:
+        """With the first token of each sequence decode is told to go on, unless none of them does."""
+        if request.aborted or token.sequence in request.dropped:
             return
-        assert index == len(request.tokens), f"index {index} after {len(request.tokens)} tokens"
-        request.tokens.append(token_id)
-        work = request.work
-        if index == 0 and work.stop.finish_of(0, token_id) is None:
-            self._command(self.to_decode, Start(work.request_id, work.attempt, (token_id,)))
-        elif index == 0:
+        request.token(token)
+        if request.local or request.started or not all(request.said):
+            return
+        request.started, work = True, request.work
+        if all(map(request.is_over, range(work.n))):
             self._command(self.to_decode, Abort(work.request_id, work.attempt))
-
-    @staticmethod
-    def _ended(request: Request, ended: Ended) -> None:
-        by_prefill_only = len(request.tokens) == 1 and request.work.stop.finish_of(0, request.tokens[0]) is not None
-        last = request.tokens and request.work.stop.finish_of(len(request.tokens) - 1, request.tokens[-1])
-        if ended.reason == "failed" or by_prefill_only or last:
-            request.ended = ended
+        else:
+            firsts = tuple(said[0] for said in request.said)
+            self._command(self.to_decode, Start(work.request_id, work.attempt, firsts))
 
     # the world
 
@@ -262,6 +266,7 @@ class Pair:
     def _write(self, part: Part) -> None:
         if part.part in self.drop_parts:
             return
+        self.parts.append(part)
         if self.transport == "nixl":
             for source, target in zip(part.source_ids, part.dest_ids, strict=True):
                 self.d_exec.pool.write(target, 0, self.damage(bytes(self.p_exec.pool.read(source))))
@@ -298,7 +303,7 @@ class Pair:
         """Until every request that was not aborted has ended, and nothing is in flight."""
         for _ in range(turns):
             self.turn()
-            if all(r.ended or r.refused or r.aborted for r in self.requests.values()) and self.is_quiet():
+            if all(r.is_done for r in self.requests.values()) and self.is_quiet():
                 return
         raise AssertionError(f"not done after {turns} turns: {self.requests} {self.prefill.load(self.now)}")
 
