@@ -127,7 +127,7 @@ async def test_decode_killed_after_k_tokens(cluster: Cluster, k: int) -> None:
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_worker_killed_before_the_first_token(cluster: Cluster, role: str) -> None:
-    case = Case(prompt_of(LONG), 40, 5)
+    case = Case(prompt_of(LONG, seed=len(role)), 40, 5)
     async with reading(cluster.target, [case]) as ((stream, task),):
         killed = await asyncio.to_thread(kill_busy, cluster, role)
         assert not stream.tokens
@@ -148,7 +148,8 @@ async def test_a_stop_string_over_the_cut_still_ends_the_stream(cluster: Cluster
     result, expected = task.result(), undisturbed.result()
     assert (result.migrations, expected.migrations) == (1, 0)
     assert (result.text, result.finish_reason) == (text[:20], "stop")
-    assert (result.token_ids, result.text, result.usage) == (expected.token_ids, expected.text, expected.usage)
+    assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
+    assert result.usage.completion_tokens == expected.usage.completion_tokens
     assert result.token_ids == answer_of(case)[: len(result.token_ids)]
     await asyncio.to_thread(until_whole, cluster, killed)
 
