@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.block_pool import BlockPool, BlockState
-from kvrelay.blocks import BlockCounts
+from kvrelay.blocks import BlockCounts, KeyScope, block_keys
 
 EPOCH = 5
 
@@ -93,8 +93,12 @@ OPERATIONS: dict[str, Callable[[BlockPool], None]] = {
     "hold_reserved": lambda pool: pool.hold_reserved((0,), EPOCH),
     "quarantine": lambda pool: pool.quarantine((0,), EPOCH),
     "free_reserved": lambda pool: pool.free_reserved((0,), EPOCH),
+    "publish": lambda pool: _publish(pool),
+    "disown": lambda pool: pool.disown((0,)),
 }
 LEGAL = {
+    ("HELD", "publish"),
+    ("HELD", "disown"),
     ("HELD", "retain"),
     ("HELD", "release"),
     ("RESERVED", "hold_reserved"),
@@ -104,10 +108,18 @@ LEGAL = {
 }
 
 
+def _publish(pool: BlockPool) -> None:
+    (key,) = block_keys(KeyScope("t", "f"), (1, 2), 2)
+    pool.publish(0, key, (1, 2), None)
+
+
 def pool_with_block_0(state: str) -> BlockPool:
-    pool = BlockPool(2)
-    if state == "HELD":
+    pool = BlockPool(2, cache=True)
+    if state in {"HELD", "CACHED"}:
         pool.allocate(1)
+    if state == "CACHED":
+        _publish(pool)
+        pool.release((0,))
     if state in {"RESERVED", "QUARANTINED"}:
         pool.reserve(1, EPOCH)
     if state == "QUARANTINED":
@@ -116,7 +128,7 @@ def pool_with_block_0(state: str) -> BlockPool:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("state", ["FREE", "HELD", "RESERVED", "QUARANTINED"])
+@pytest.mark.parametrize("state", ["FREE", "HELD", "CACHED", "RESERVED", "QUARANTINED"])
 def test_every_state_and_operation_is_either_legal_or_names_block_and_state(state: str, operation: str) -> None:
     pool = pool_with_block_0(state)
     before = pool.counts()
