@@ -87,13 +87,18 @@ def test_a_ticket_that_ends_early_frees_at_once_or_through_quarantine() -> None:
     assert pool.allocate(4) == (0, 1, 2, 3)
 
 
+def _publish(pool: BlockPool) -> None:
+    (key,) = block_keys(KeyScope("t", "f"), (1, 2), 2)
+    pool.publish(0, key, (1, 2), None)
+
+
 OPERATIONS: dict[str, Callable[[BlockPool], None]] = {
     "retain": lambda pool: pool.retain((0,)),
     "release": lambda pool: pool.release((0,)),
     "hold_reserved": lambda pool: pool.hold_reserved((0,), EPOCH),
     "quarantine": lambda pool: pool.quarantine((0,), EPOCH),
     "free_reserved": lambda pool: pool.free_reserved((0,), EPOCH),
-    "publish": lambda pool: _publish(pool),
+    "publish": _publish,
     "disown": lambda pool: pool.disown((0,)),
 }
 LEGAL = {
@@ -106,11 +111,6 @@ LEGAL = {
     ("RESERVED", "free_reserved"),
     ("QUARANTINED", "free_reserved"),
 }
-
-
-def _publish(pool: BlockPool) -> None:
-    (key,) = block_keys(KeyScope("t", "f"), (1, 2), 2)
-    pool.publish(0, key, (1, 2), None)
 
 
 def pool_with_block_0(state: str) -> BlockPool:
