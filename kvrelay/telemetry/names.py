@@ -16,6 +16,10 @@ SPAN_PREFILL_CHUNK = "prefill.chunk"
 SPAN_PUSH = "kv.push"
 SPAN_DECODE = "decode"
 SPAN_MIGRATE = "migrate"
+SPAN_STEPS = "worker.steps"
+"""Of one worker, a root span of its own: a run of its steps as arrays."""
+EVENT_LATE = "late token"
+"""On a decode span: a gap far above the stream's median."""
 
 # RPC
 RPC_SYSTEM = "rpc.system"
@@ -52,6 +56,50 @@ EXPOSED_S = "kvrelay.push.exposed_s"
 SEGMENT = "kvrelay.decode.segment"
 FIRST_INDEX = "kvrelay.decode.first_index"
 TOKEN_OFFSETS_S = "kvrelay.decode.token_offsets_s"
+STEP_IDS = "kvrelay.decode.step_ids"
+BATCH = "kvrelay.decode.batch"
+SENT_S = "kvrelay.decode.sent_s"
+INCARNATION = "kvrelay.worker.incarnation"
+ROLE = "kvrelay.worker.role"
+ACCEPTED_S = "kvrelay.request.accepted_s"
+LATE_INDEX = "kvrelay.gap.index"
+LATE_SECONDS = "kvrelay.gap.seconds"
+LATE_CAUSE = "kvrelay.gap.cause"
+
+# Steps of a worker: arrays of one length
+CLOCK_OFFSET_S = "kvrelay.clock.offset_s"
+CLOCK_ERROR_S = "kvrelay.clock.error_s"
+STEPS_IDS = "kvrelay.steps.ids"
+STEPS_START_S = "kvrelay.steps.start_s"
+STEPS_SCHEDULE_S = "kvrelay.steps.schedule_s"
+STEPS_BUILD_S = "kvrelay.steps.build_s"
+STEPS_FORWARD_S = "kvrelay.steps.forward_s"
+STEPS_SAMPLE_S = "kvrelay.steps.sample_s"
+STEPS_SEND_S = "kvrelay.steps.send_s"
+STEPS_BATCH = "kvrelay.steps.batch"
+STEPS_PREFILL_TOKENS = "kvrelay.steps.prefill_tokens"
+STEPS_NUM_TOKENS = "kvrelay.steps.num_tokens"
+STEPS_BLOCKS_USED = "kvrelay.steps.blocks_used"
+STEPS_TRANSFERS = "kvrelay.steps.transfers"
+STEPS_PREEMPTIONS = "kvrelay.steps.preemptions"
+STEPS_SWAPPED_BLOCKS = "kvrelay.steps.swapped_blocks"
+STEPS_FIELDS = (
+    STEPS_IDS,
+    STEPS_START_S,
+    STEPS_SCHEDULE_S,
+    STEPS_BUILD_S,
+    STEPS_FORWARD_S,
+    STEPS_SAMPLE_S,
+    STEPS_SEND_S,
+    STEPS_BATCH,
+    STEPS_PREFILL_TOKENS,
+    STEPS_NUM_TOKENS,
+    STEPS_BLOCKS_USED,
+    STEPS_TRANSFERS,
+    STEPS_PREEMPTIONS,
+    STEPS_SWAPPED_BLOCKS,
+)
+"""In the order of kvrelay.steps.StepRecord."""
 
 # Metrics (seconds; buckets start well under OpenTelemetry's 10 ms)
 METRIC_REQUEST_DURATION = "gen_ai.server.request.duration"
