@@ -1,6 +1,7 @@
-"""What fits and what it costs, worked out on paper: pools, batches, steps, hits. Pure arithmetic; knows no machine.
+"""What fits and what it costs, worked out on paper: pools, steps, prompts, chunks, hits. Knows no model, no machine.
 
-Bytes are plain bytes, times seconds, shares 0 to 1. Steps are lower bounds: bytes read at full bandwidth, nothing else.
+Bytes are plain bytes, times seconds, shares 0 to 1, operations multiplications and additions. Decode steps are lower
+bounds: bytes read at full bandwidth, nothing else.
 """
 
 from __future__ import annotations
@@ -63,6 +64,48 @@ def decode_step(
     """Weights are read once for all, KV once for each. context_tokens: of each sequence."""
     read = weight_bytes + num_sequences * context_tokens * token_bytes
     return StepBound(num_sequences, read, read / bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """Operations that computing the KV of some prompt tokens takes: in linear layers, and in attention."""
+
+    linear: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.attention
+
+
+def prompt_cost(num_tokens: int, past_tokens: int = 0, *, layer_params: int, num_layers: int, width: int) -> PromptCost:
+    """num_tokens tokens that follow past_tokens, all looking back at what came before them.
+
+    layer_params: weights of all layers' matrices. width: of attention, heads x head size. A token that sees n others
+    costs 4 x width x n in each layer (scores, then their sum); over a stretch n grows by one a token, so its squares
+    count. Logits are left out: a prompt needs those of its last token only.
+    """
+    end = past_tokens + num_tokens
+    return PromptCost(2 * layer_params * num_tokens, 2 * width * num_layers * (end**2 - past_tokens**2))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One step's share of a prompt: where it begins and how many tokens it computes."""
+
+    past_tokens: int
+    num_tokens: int
+
+
+def chunks(prompt_tokens: int, step_tokens: int, decode_rows: int = 0) -> tuple[Chunk, ...]:
+    """The prompt cut to a budget of step_tokens a step, of which decoding sequences take their rows first.
+
+    ValueError if these leave nothing.
+    """
+    size = step_tokens - decode_rows
+    if size < 1:
+        raise ValueError(f"{decode_rows} decoding sequences leave nothing of a step of {step_tokens} tokens")
+    return tuple(Chunk(past, min(size, prompt_tokens - past)) for past in range(0, prompt_tokens, size))
 
 
 @dataclass(frozen=True, slots=True)

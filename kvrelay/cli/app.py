@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvrelay.cli import bench, demo, drain, generate, models, role_names, status, up
+from kvrelay.cli import bench, demo, drain, generate, models, plan, role_names, status, up
 
 app = typer.Typer(
     name="kvrelay",
@@ -20,6 +20,7 @@ app.command(epilog=generate.EXAMPLE)(generate.generate)
 app.command(epilog=status.EXAMPLE)(status.status)
 app.command(epilog=drain.EXAMPLE)(drain.drain)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
+app.command(epilog=plan.EXAMPLE)(plan.plan)
 app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(models.app, name="models")
 

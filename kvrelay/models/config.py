@@ -54,14 +54,18 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> ModelConfig:
-        """The config of a complete model directory; the weights' headers are checked too, not their contents."""
+    def from_dir(cls, path: str | Path, *, weights: bool = True) -> ModelConfig:
+        """The config of a complete model directory; the weights' headers are checked too, not their contents.
+
+        weights False: what config.json says is enough, as for planning.
+        """
         directory = Path(path)
         if not directory.is_dir():
             raise NotFound(f"{directory}: no such model directory", field="model")
         fields = _Fields(read_json(directory / CONFIG), directory / CONFIG)
         architecture = _architecture(fields)
-        read_tensors(directory)
+        if weights:
+            read_tensors(directory)
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         config = cls(
             architecture=architecture,
