@@ -16,13 +16,14 @@ from worker.pace import Pace
 
 @dataclass(slots=True)
 class PrefillAttempt:
-    """num_pushed: logical blocks made into parts (or cached at decode) so far."""
+    """num_pushed: logical blocks made into parts (or cached at decode) so far. pushed: decode has them all."""
 
     key: SequenceKey
     work: Work
     destination: Destination | None
     notes: ComputeNotes
     num_pushed: int = 0
+    pushed: bool = False
 
     @property
     def num_tokens(self) -> int:

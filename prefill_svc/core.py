@@ -7,7 +7,8 @@ The life of an attempt here:
    reference on its blocks until its write has ended, whatever becomes of the sequence. Blocks found in the cache are
    pushed like computed ones, before the first chunk.
 3. The last chunk samples the next token, one for each of n sequences; they go up in the step's report.
-4. Decode says landed: what the push cost goes up, and the attempt has ended.
+4. Decode says landed: what the push cost goes up, and the attempt has ended; or with its token, if decode had all
+   blocks cached and says so before.
 Abort, deadline, a refused ticket, a failed write or the session's end stop it anywhere. A worker that drains gives back
 prompts of which nothing is computed yet, and at the end of its grace those that are not done.
 """
@@ -196,7 +197,7 @@ class PrefillCore:
         if attempt is None:
             return
         self._desk.tell(attempt.key, attempt.notes.record(attempt.key))
-        if attempt.destination is None:
+        if attempt.destination is None or attempt.pushed:
             self._desk.end(attempt.key, event.reason.value)
 
     # 4. the hand-off's ending
@@ -235,7 +236,9 @@ class PrefillCore:
                 exposed_s=max(0.0, stats.landed_at - token_at),
             ),
         )
-        self._desk.end(key, "length")
+        attempt.pushed = True
+        if attempt.notes.token_at is not None:
+            self._desk.end(key, "length")
 
     @staticmethod
     def _kept(attempt: PrefillAttempt, moving: bool) -> bool:
