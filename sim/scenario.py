@@ -103,7 +103,7 @@ def scenario_of(seed: int) -> Scenario:
         faults=faults,
         fault_every_s=rng.choice((0.3, 1.0, 3.0)),
         fault_until_s=rng.uniform(4.0, 12.0),
-        num_requests=24 if tight else rng.choice((6, 12, 24)),
+        num_requests=16 if tight else rng.choice((5, 10, 16)),
         arrive_within_s=0.5 if tight else rng.choice((0.5, 4.0, 8.0)),
         smallest_pool=min(w.num_blocks for w in workers),
         tight=tight,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,16 @@ from sim.scenario import scenario_of
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 100
+FAULTS = ("crash", "point", "pause", "jump", "cut", "clog", "vanish", "write", "coordinator", "drain", "no_prefill")
+COUNTERS = (
+    *("migrated", "quarantined", "refused_stale", "write_failed", "duplicate_part", "moved"),
+    *("matched_tokens", "cached_tokens", "local_prefills", "forked", "blocks_shared", "blocks_copied"),
+    *("preempted_swap", "preempted_recompute"),
+)
+SEED_WITH_MUCH = 18
+"""Deaths, cuts, failed writes, hits in caches, a prompt for several sequences."""
+IDS = re.compile(r"[0-9a-f]{32}|0x[0-9a-f]+")
+"""Names of sessions are drawn by the coordinator and decide nothing; objects have addresses."""
 
 
 def simulate(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -30,9 +41,9 @@ def test_a_hundred_seeds_find_nothing_and_every_kind_of_fault_has_happened() -> 
     code, result = simulate("--seeds", str(SEEDS), "--jobs", str(os.cpu_count() or 1))
     assert (code, result["violations"], result["seeds"]) == (0, [], SEEDS)
     assert set(result["requests"]) >= {"exact", "left", "Unavailable"}
-    for fault in ("crash", "point", "pause", "jump", "cut", "clog", "vanish", "write", "coordinator", "drain"):
+    for fault in FAULTS:
         assert result["faults"].get(fault), f"no {fault} in {SEEDS} seeds"
-    for counter in ("migrated", "quarantined", "refused_stale", "preempted", "write_failed", "duplicate_part", "moved"):
+    for counter in COUNTERS:
         assert result["counters"].get(counter), f"nobody counted {counter} in {SEEDS} seeds"
 
 
@@ -40,15 +51,12 @@ def test_a_seed_is_the_same_run_every_time() -> None:
     traces = []
     for _ in range(2):
         lines: list[str] = []
-        outcome = run_seed(4, lines.append)
-        traces.append((outcome.steps, outcome.virtual_s, outcome.outcomes, outcome.faults, _without_ids(lines)))
+        outcome = run_seed(SEED_WITH_MUCH, lines.append)
+        seen = (outcome.steps, outcome.virtual_s, outcome.outcomes, outcome.faults, outcome.counters)
+        traces.append((seen, [IDS.sub("-", line) for line in lines]))
     assert traces[0] == traces[1]
-    assert traces[0][0] > 1000
-
-
-def _without_ids(lines: list[str]) -> list[str]:
-    """Names of sessions are drawn by the coordinator and decide nothing; objects have addresses."""
-    return [line[:40] for line in lines]
+    assert traces[0][0][0] > 1000
+    assert traces[0][0][4]["matched_tokens"] and traces[0][0][4]["forked"]
 
 
 def test_without_faults_every_stream_is_exact() -> None:
