@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import typer
 
-from kvrelay.cli import bench, demo, drain, generate, models, plan, role_names, status, up
+from kvrelay.cli import bench, demo, drain, generate, health, models, plan, role_names, status, up
 
 app = typer.Typer(
     name="kvrelay",
@@ -25,17 +28,22 @@ app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(models.app, name="models")
 
 
-def _add_role(name: str) -> None:
-    """Lists a role's command; its flags are parsed by `roles`, which `main` calls directly."""
+def _add_plain(name: str, about: str, run: Callable[[list[str]], int]) -> None:
+    """Lists a command that parses its own arguments; `main` calls it without typer."""
 
     def command(context: typer.Context) -> None:
-        from kvrelay.cli.roles import run_role
-
-        raise typer.Exit(run_role(name, context.args))
+        raise typer.Exit(run(context.args))
 
     settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(name, help=role_names.ABOUT[name], context_settings=settings)(command)
+    app.command(name, help=about, context_settings=settings)(command)
 
 
+def _run_role(name: str, arguments: list[str]) -> int:
+    from kvrelay.cli.roles import run_role
+
+    return run_role(name, arguments)
+
+
+_add_plain("health", health.ABOUT, health.run_health)
 for _name in role_names.ROLES:
-    _add_role(_name)
+    _add_plain(_name, role_names.ABOUT[_name], partial(_run_role, _name))

@@ -1,4 +1,4 @@
-"""The `kvrelay` command. Chooses the fast way for roles' processes and the typer application for all else."""
+"""The `kvrelay` command. Chooses the fast way for roles' processes and health checks, else the typer application."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def _run(arguments: list[str]) -> int:
         from kvrelay.cli.roles import run_role
 
         return run_role(arguments[0], arguments[1:])
+    if arguments and arguments[0] == "health":
+        from kvrelay.cli.health import run_health
+
+        return run_health(arguments[1:])
     from kvrelay.cli.app import app
 
     app(prog_name="kvrelay")
