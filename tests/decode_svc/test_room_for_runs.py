@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.pair import Pair, hash_reference, make_work
+from support.pair import Pair
+from support.pair_requests import hash_reference, make_work
 
 
 def test_a_reserve_that_would_take_a_running_sequences_next_block_waits() -> None:

@@ -11,16 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from support.pair_requests import Request
+from support.pair_requests import SESSION, VOCAB, Request
 
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.hash_executor import HashExecutor
-from engine.local import LocalEngine
 from engine.scheduler import Budgets, Scheduler
 from kvrelay.link import BlockData, PartManifest
-from kvrelay.requests import Incarnation, RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule, WorkerId
+from kvrelay.requests import Incarnation, RequestId, WorkerId
 from kvrelay.session import Abort, Destination, Prefill, Reserve, Start, TokenOut, Work
 from kvtransfer.actions import ExitProcess, Post, Reply, Send
 from kvtransfer.receiver import ReceiverTable
@@ -45,32 +44,6 @@ from worker.events import (
 from worker.pace import Pace
 
 P, D = Incarnation("p" * 16), Incarnation("d" * 16)
-SESSION = SessionId("s-1")
-VOCAB = 258
-
-
-def hash_reference(work: Work, sequence: int = 0) -> tuple[int, ...]:
-    """The tokens of the one-process path."""
-    executor = HashExecutor(512, 16, VOCAB)
-    engine = LocalEngine(executor, Scheduler(BlockPool(512), 16, Budgets()))
-    key = SequenceKey(SESSION, work.request_id, work.attempt)
-    spec = SequenceSpec(key, work.token_ids, work.num_prompt_tokens, work.sampling.of_sequence(sequence), work.stop)
-    try:
-        return tuple(engine.generate([spec])[key])
-    finally:
-        executor.close()
-
-
-def hash_references(work: Work) -> list[tuple[int, ...]]:
-    """The same of each of its n sequences."""
-    return [hash_reference(work, sequence) for sequence in range(work.n)]
-
-
-def make_work(name: str, num_tokens: int, max_tokens: int, seed: int | None = None) -> Work:
-    rng = random.Random(f"{name}-{num_tokens}")
-    tokens = tuple(rng.randrange(256) for _ in range(num_tokens))
-    sampling = Sampling(temperature=0.0) if seed is None else Sampling(temperature=1.0, seed=seed)
-    return Work(RequestId(name), 1, tokens, num_tokens, sampling, StopRule(max_tokens))
 
 
 class Pair:
@@ -220,6 +193,15 @@ class Pair:
         else:
             firsts = tuple(said[0] for said in request.said)
             self._command(self.to_decode, Start(work.request_id, work.attempt, firsts))
+
+    # what a test looks at
+
+    def positions(self) -> list[tuple[int, ...]]:
+        """Logical blocks of every part posted, in order."""
+        return [part.positions for part in self.parts]
+
+    def counters(self, core: PrefillCore | DecodeCore) -> dict[str, int]:
+        return dict(core.load(self.now).counters)
 
     # the world
 

@@ -1,11 +1,49 @@
-"""What a coordinator knows of one request of a pair of cores: tokens of each sequence, what was told, how it ended."""
+"""Requests for a pair of cores, what one process says to them, and what a coordinator knows of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 
+from engine.block_pool import BlockPool
+from engine.hash_executor import HashExecutor
+from engine.local import LocalEngine
+from engine.scheduler import Budgets, Scheduler
 from kvrelay.blocks import Ticket
+from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 from kvrelay.session import ComputeRecord, Ended, Pushed, Refused, TokenOut, Work
+
+SESSION = SessionId("s-1")
+VOCAB = 258
+
+
+def hash_reference(work: Work, sequence: int = 0) -> tuple[int, ...]:
+    """The tokens of the one-process path."""
+    executor = HashExecutor(512, 16, VOCAB)
+    engine = LocalEngine(executor, Scheduler(BlockPool(512), 16, Budgets()))
+    key = SequenceKey(SESSION, work.request_id, work.attempt)
+    spec = SequenceSpec(key, work.token_ids, work.num_prompt_tokens, work.sampling.of_sequence(sequence), work.stop)
+    try:
+        return tuple(engine.generate([spec])[key])
+    finally:
+        executor.close()
+
+
+def hash_references(work: Work) -> list[tuple[int, ...]]:
+    """The same of each of its n sequences."""
+    return [hash_reference(work, sequence) for sequence in range(work.n)]
+
+
+def make_work(name: str, num_tokens: int, max_tokens: int, seed: int | None = None) -> Work:
+    rng = random.Random(f"{name}-{num_tokens}")
+    tokens = tuple(rng.randrange(256) for _ in range(num_tokens))
+    sampling = Sampling(temperature=0.0) if seed is None else Sampling(temperature=1.0, seed=seed)
+    return Work(RequestId(name), 1, tokens, num_tokens, sampling, StopRule(max_tokens))
+
+
+def work_of(name: str, tokens: tuple[int, ...], max_tokens: int = 20) -> Work:
+    """A greedy request with these tokens."""
+    return replace(make_work(name, 1, max_tokens), token_ids=tokens, num_prompt_tokens=len(tokens))
 
 
 @dataclass

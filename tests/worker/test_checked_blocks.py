@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.pair import Pair, hash_reference, make_work
+from support.pair import Pair
+from support.pair_requests import hash_reference, make_work
 
 
 @pytest.fixture(params=["nixl", "grpc"])

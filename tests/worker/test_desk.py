@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from support.pair import make_work
+from support.pair_requests import make_work
 
 from kvrelay.blocks import BlockCounts, BlockEventKind, BlockEvents, BlockKey, BlockList, BlockRun
 from kvrelay.requests import RequestId, SequenceKey, SessionId

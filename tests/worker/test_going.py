@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.pair import SESSION, Pair, hash_reference, make_work
+from support.pair import Pair
+from support.pair_requests import SESSION, hash_reference, make_work
 
 from kvrelay.blocks import BlockCounts
 from kvrelay.requests import SessionId

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.pair import SESSION, Pair, hash_reference, hash_references, make_work
+from support.pair import Pair
+from support.pair_requests import SESSION, hash_reference, make_work, work_of
 
 from engine.plan import Plan, Result
 from kvrelay.blocks import BlockCounts
-from kvrelay.requests import RequestId, SequenceKey, StopRule
-from kvrelay.session import Work
+from kvrelay.requests import RequestId, SequenceKey
 from worker.compute_notes import ComputeNotes
-from worker.events import DrainAsked
 
 B = 16
 
@@ -26,37 +25,24 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made.close()
 
 
-def work_of(name: str, tokens: tuple[int, ...], max_tokens: int = 20) -> Work:
-    return replace(make_work(name, 1, max_tokens), token_ids=tokens, num_prompt_tokens=len(tokens))
-
-
 TOKENS = make_work("tokens", 200, 1).token_ids
 OTHERS = make_work("others", 200, 1).token_ids
-
-
-def positions(pair: Pair) -> list[tuple[int, ...]]:
-    return [part.positions for part in pair.parts]
-
-
-def counters(pair: Pair, role: str) -> dict[str, int]:
-    core = pair.prefill if role == "prefill" else pair.decode
-    return dict(core.load(pair.now).counters)
 
 
 def test_only_blocks_that_decode_lacks_are_moved_and_only_tokens_that_prefill_lacks_are_computed(pair: Pair) -> None:
     pair.submit(work_of("a", TOKENS[:100]))
     pair.run()
-    assert positions(pair) == [(0, 1, 2, 3), (4, 5, 6)]
+    assert pair.positions() == [(0, 1, 2, 3), (4, 5, 6)]
     pair.parts.clear()
     b = pair.submit(work_of("b", TOKENS[:80] + OTHERS[:40]))
     pair.run()
     assert tuple(b.tokens) == hash_reference(b.work)
     assert b.ticket is not None
     assert b.ticket.num_cached_blocks == 5
-    assert positions(pair) == [(5, 6, 7)]
+    assert pair.positions() == [(5, 6, 7)]
     assert b.pushed is not None
     assert (b.pushed.num_blocks, b.num_cached_tokens) == (3, 80)
-    assert [counters(pair, role)["matched_tokens"] for role in ("prefill", "decode")] == [80, 80]
+    assert [pair.counters(core)["matched_tokens"] for core in (pair.prefill, pair.decode)] == [80, 80]
     assert [tokens for *_, tokens in b.records[0].chunks] == [40]
 
 
@@ -70,7 +56,7 @@ def test_what_decode_generated_is_cached_there_and_not_at_prefill(pair: Pair) ->
     assert tuple(b.tokens) == hash_reference(b.work)
     assert b.ticket is not None
     assert (b.ticket.num_cached_blocks, b.num_cached_tokens) == (6, 3 * B)
-    assert positions(pair) == [(6,)]
+    assert pair.positions() == [(6,)]
 
 
 @pytest.mark.parametrize(("num_tokens", "moved", "computed"), [(96, [], 1), (100, [(6,)], 4)])
@@ -83,7 +69,7 @@ def test_a_prompt_that_decode_caches_whole_moves_no_full_block_and_still_works(
         pair.run()
         assert tuple(request.tokens) == hash_reference(request.work)
         assert request.landed
-    assert positions(pair) == moved
+    assert pair.positions() == moved
     assert request.ticket is not None
     assert request.ticket.num_cached_blocks == 6
     assert request.num_cached_tokens == num_tokens - computed
@@ -107,7 +93,7 @@ def test_blocks_that_prefill_found_are_made_a_part_before_its_first_chunk_is_com
     pair.p_exec.run = observed  # type: ignore[method-assign]  # the pair only calls it
     pair.run()
     assert tuple(b.tokens) == hash_reference(b.work)
-    assert positions(pair) == [tuple(range(8)), (8, 9, 10, 11), (12,)]
+    assert pair.positions() == [tuple(range(8)), (8, 9, 10, 11), (12,)]
     assert made_by_then == [8, 12]
     assert b.num_cached_tokens == 128
 
@@ -156,6 +142,21 @@ def test_300_requests_of_one_prefix_pin_nothing_on_either_side() -> None:
     pair.close()
 
 
+def test_the_second_turn_of_200_chats_hits_what_the_first_left_and_prefill_keeps_no_attempt() -> None:
+    pair, draw = Pair(prefill_blocks=40, decode_blocks=40), random.Random(13)
+    for number in range(200):
+        first = work_of(f"a{number}", tuple(draw.randrange(256) for _ in range(40)), 12)
+        a = pair.submit(first)
+        pair.run()
+        b = pair.submit(work_of(f"b{number}", (*first.token_ids, *a.tokens, 1, 2, 3), 3))
+        pair.run()
+        assert tuple(b.tokens) == hash_reference(b.work)
+        assert b.ticket is not None
+        assert (b.num_cached_tokens, b.ticket.num_cached_blocks) == (2 * B, 3)
+        assert len(pair.prefill._desk.attempts) == 0
+    pair.close()
+
+
 def test_a_request_without_the_cache_moves_and_computes_everything(pair: Pair) -> None:
     pair.submit(work_of("a", TOKENS[:100]))
     pair.run()
@@ -165,7 +166,7 @@ def test_a_request_without_the_cache_moves_and_computes_everything(pair: Pair) -
     assert tuple(b.tokens) == hash_reference(b.work)
     assert b.ticket is not None
     assert (b.ticket.num_cached_blocks, b.num_cached_tokens) == (0, 0)
-    assert sum(positions(pair), ()) == tuple(range(7))
+    assert sum(pair.positions(), ()) == tuple(range(7))
 
 
 def test_other_tenants_and_salts_find_nothing_on_either_side(pair: Pair) -> None:
@@ -176,172 +177,6 @@ def test_other_tenants_and_salts_find_nothing_on_either_side(pair: Pair) -> None
         pair.run()
         assert request.ticket is not None
         assert (request.ticket.num_cached_blocks, request.num_cached_tokens) == (0, 0)
-
-
-# several sequences
-
-
-@pytest.mark.parametrize("num_tokens", [5, 33, 96, 100])
-def test_three_sequences_are_computed_and_moved_once_and_are_each_exact(pair: Pair, num_tokens: int) -> None:
-    work = replace(make_work("a", num_tokens, 20, seed=5), n=3)
-    request = pair.submit(work)
-    pair.run()
-    assert [tuple(said) for said in request.said] == hash_references(work)
-    blocks = -(-num_tokens // B)
-    assert request.pushed is not None
-    assert request.pushed.num_blocks == blocks
-    assert sum(positions(pair), ()) == tuple(range(blocks))
-    assert counters(pair, "decode")["blocks_shared"] == 2 * blocks
-    assert len(request.records) == 1
-    assert sorted(request.endings) == [(0, "length"), (0, "length"), (1, "length"), (2, "length")]
-
-
-def test_four_sequences_of_1_000_tokens_hold_less_than_1_1_times_its_blocks_and_their_outputs(pair: Pair) -> None:
-    request = pair.submit(replace(make_work("a", 1_000, 20, seed=5), n=4))
-    most = 0
-    while not request.ended:
-        pair.turn()
-        most = max(most, pair.d_pool.counts().held)
-    pair.run()
-    assert [tuple(said) for said in request.said] == hash_references(request.work)
-    assert request.pushed is not None
-    assert request.pushed.num_blocks == 63
-    assert most == 63 + 3 + 4, "three copies of the last block, and one of its own for each one's 11 last tokens"
-
-
-def test_sequences_whose_first_token_ends_them_do_not_run(pair: Pair) -> None:
-    work = replace(make_work("a", 40, 20, seed=5), n=3)
-    firsts = [reference[0] for reference in hash_references(work)]
-    assert len(set(firsts)) == 3
-    stopping = replace(work, stop=StopRule(20, frozenset({firsts[0], firsts[2]})))
-    request = pair.submit(stopping)
-    pair.run()
-    assert [tuple(said) for said in request.said] == hash_references(stopping)
-    assert [len(said) for said in request.said][::2] == [1, 1]
-    assert counters(pair, "decode").get("blocks_shared", 0) == 0
-
-
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("turns", range(1, 16, 2))
-@pytest.mark.parametrize("sequence", [0, 1, 2])
-def test_a_sequence_that_is_given_up_at_any_moment_harms_no_other(
-    pair: Pair, sequence: int, turns: int, local: bool
-) -> None:
-    """One that had no token yet is never heard of; a coordinator gives single ones up only after that."""
-    work = replace(make_work("a", 90, 9, seed=5), n=3)
-    request = pair.submit(work, local=local)
-    while not request.said[0]:
-        pair.turn()
-    for _ in range(turns):
-        pair.turn()
-    pair.abort_sequence("a", sequence)
-    pair.run()
-    references = hash_references(work)
-    for other in {0, 1, 2} - {sequence}:
-        assert tuple(request.said[other]) == references[other]
-    said = tuple(request.said[sequence])
-    assert said == references[sequence][: len(said)]
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_with_its_last_sequence_an_attempt_is_over(pair: Pair, local: bool) -> None:
-    request = pair.submit(replace(make_work("a", 40, 500, seed=5), n=2), local=local)
-    while len(request.tokens) < 3:
-        pair.turn()
-    for sequence in (0, 1):
-        pair.abort_sequence("a", sequence)
-    pair.run()
-    assert pair.decode.load(pair.now).running == 0
-    assert pair.d_pool.counts().held == 0
-
-
-# prompts that decode computes
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("num_tokens", [1, 16, 83, 300])
-def test_decode_alone_gives_the_tokens_of_one_process(pair: Pair, num_tokens: int, n: int) -> None:
-    work = replace(make_work("a", num_tokens, 20, seed=5), n=n)
-    request = pair.submit(work, local=True)
-    pair.run()
-    assert [tuple(said) for said in request.said] == hash_references(work)
-    assert (request.ticket, request.landed, request.pushed, pair.parts) == (None, False, None, [])
-    assert sorted(request.endings) == [(s, "length") for s in range(n)]
-    (record,) = request.records
-    assert sum(tokens for *_, tokens in record.chunks) == num_tokens
-    assert counters(pair, "decode")["local_prefills"] == 1
-    assert counters(pair, "decode")["blocks_shared"] == (n - 1) * -(-num_tokens // B)
-
-
-def test_max_tokens_1_computed_by_decode_ends_after_its_token(pair: Pair) -> None:
-    request = pair.submit(make_work("a", 40, 1), local=True)
-    pair.run()
-    assert tuple(request.tokens) == hash_reference(request.work)
-    assert request.endings == [(0, "length")]
-
-
-def test_decode_computes_only_what_it_does_not_cache(pair: Pair) -> None:
-    a = pair.submit(work_of("a", TOKENS[:60], 40))
-    pair.run()
-    b = pair.submit(work_of("b", (*TOKENS[:60], *a.tokens, 1, 2, 3)), local=True)
-    pair.run()
-    assert tuple(b.tokens) == hash_reference(b.work)
-    assert b.num_cached_tokens == 6 * B
-    assert [tokens for *_, tokens in b.records[0].chunks] == [103 - 96]
-
-
-def test_prompts_computed_at_decode_stand_beside_those_that_are_pushed_there(pair: Pair) -> None:
-    works = [replace(make_work(f"r{i}", 10 + 23 * i, 12, seed=i), n=1 + i % 2) for i in range(8)]
-    requests = [pair.submit(work, local=i % 3 == 0) for i, work in enumerate(works)]
-    pair.run()
-    for request in requests:
-        assert [tuple(said) for said in request.said] == hash_references(request.work)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("turns", range(10))
-def test_an_abort_of_a_prompt_that_decode_computes_gives_all_back_in_any_phase(pair: Pair, turns: int, n: int) -> None:
-    pair.submit(replace(make_work("a", 300, 20, seed=5), n=n), local=True)
-    for _ in range(turns):
-        pair.turn()
-    pair.abort("a")
-    pair.run()
-    assert pair.d_pool.counts().held == 0
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_decode_worker_that_drains_ends_prompts_it_has_begun_and_gives_the_others_back(pair: Pair, n: int) -> None:
-    works = [replace(make_work(f"r{i}", 150, 20, seed=i), n=n) for i in range(4)]
-    requests = [pair.submit(work, local=True) for work in works]
-    while not pair.decode.load(pair.now).running:
-        pair.turn()
-    pair.decode.handle(DrainAsked(8.0), pair.now)
-    pair.turn()
-    given_back = [request for request in requests if request.ended]
-    assert given_back == requests[1:]
-    for request in given_back:
-        assert request.endings == [(sequence, "failed") for sequence in range(n)]
-    pair.run()
-    assert [tuple(said) for said in requests[0].said] == hash_references(works[0])
-    assert counters(pair, "decode")["given_back"] == 3
-    late = pair.submit(replace(works[0], request_id=RequestId("late")), local=True)
-    pair.run()
-    assert late.refused is not None
-    assert pair.d_pool.counts().held == 0
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_at_the_end_of_the_grace_it_moves_the_prompt_it_computes_with_all_its_sequences(pair: Pair, n: int) -> None:
-    request = pair.submit(replace(make_work("a", 2000, 20, seed=5), n=n), local=True)
-    while not pair.decode.load(pair.now).running:
-        pair.turn()
-    pair.decode.handle(DrainAsked(1.0), pair.now)
-    pair.turn()
-    assert not request.ended
-    pair.now += 0.5
-    pair.turn()
-    assert request.endings == [(sequence, "failed") for sequence in range(n)]
-    assert pair.d_pool.counts().held == 0
 
 
 def test_what_a_prompt_found_is_told_once_and_not_what_it_found_when_it_came_back() -> None:
@@ -357,9 +192,6 @@ def test_what_a_prompt_found_is_told_once_and_not_what_it_found_when_it_came_bac
     missed.chunk(3.0, 4.0, 5)
     missed.matched(64)
     assert missed.record(key).num_cached_tokens == 0
-
-
-# everything at once
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from support.pair import make_work
+from support.pair_requests import make_work
 
 from kvrelay.blocks import BlockCounts
 from kvrelay.requests import RequestId, SequenceKey, SessionId, StopRule

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.pair import D, Pair, make_work
+from support.pair import D, Pair
+from support.pair_requests import make_work
 
 from kvtransfer.actions import ExitProcess
 from worker.events import LinkClosed
