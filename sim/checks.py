@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from coordinator.states import Phase
 from decode_svc.core import DecodeCore
 from engine.block_pool import BlockState
+from engine.plan import Plan
 from engine.scheduler import Scheduler
 from kvtransfer.receiver import TicketState
 from prefill_svc.core import PrefillCore
-from sim.coordinator_node import CoordinatorNode
-from sim.worker_node import WorkerNode
 from sim.world import Violation
+
+if TYPE_CHECKING:
+    from sim.coordinator_node import CoordinatorNode
+    from sim.worker_node import WorkerNode
 
 PROMISED = (BlockState.RESERVED, BlockState.QUARANTINED)
 
@@ -77,6 +81,15 @@ def _check_sums(scheduler: Scheduler) -> None:
     uncomputed = sum(s.num_uncomputed for s in scheduler._sequences.values())
     if scheduler.queued_tokens != uncomputed and scheduler._plan is None:
         raise Violation(f"{scheduler.queued_tokens} tokens are queued, and {uncomputed} not computed")
+
+
+def check_plan(worker: WorkerNode, plan: Plan) -> None:
+    """When a step runs, every block that it reads or writes is still held: nobody else may write to it."""
+    blocks = {block for block, _ in plan.swap_out} | {block for _, block in plan.swap_in}
+    blocks.update(*plan.copies, *(rows.table.block_ids for rows in plan.slices))
+    loose = sorted(block for block in blocks if worker.pool.state(block) is not BlockState.HELD)
+    if loose:
+        raise Violation(f"{worker.incarnation}: step {plan.step_id} works on blocks {loose}, which nobody holds")
 
 
 def check_coordinator(coordinator: CoordinatorNode) -> None:

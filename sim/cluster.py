@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from coordinator import prefix_index
 from kvrelay import fault_points
 from kvrelay.config import CoordinatorConfig
 from sim.checks import check_coordinator, check_worker, holds_nothing, knows_wrong
@@ -22,6 +24,7 @@ from sim.sharing import shared_too_much
 from sim.watch import Watch
 from sim.worker_node import WorkerNode
 from sim.world import Node, Violation, World, dropping_what_is_left
+from worker import cache_news
 
 LOAD_STARTS_S = 1.0
 SETTLE_S = 120.0
@@ -245,8 +248,26 @@ def run_seed(seed: int, show: Callable[[str], None] | None = None) -> Outcome:
         return _run(seed, show)
 
 
+@contextmanager
+def _bounds(scenario: Scenario) -> Iterator[None]:
+    """What no seed is long enough to reach otherwise."""
+    whole = cache_news.MOST_KEYS, cache_news.MOST_WAITING, prefix_index.MAX_HELD_KEYS
+    if scenario.short_news:
+        cache_news.MOST_KEYS, cache_news.MOST_WAITING, prefix_index.MAX_HELD_KEYS = 3, 6, 8
+    try:
+        yield
+    finally:
+        cache_news.MOST_KEYS, cache_news.MOST_WAITING, prefix_index.MAX_HELD_KEYS = whole
+
+
 def _run(seed: int, show: Callable[[str], None] | None) -> Outcome:
-    cluster = SimCluster(scenario_of(seed), show)
+    scenario = scenario_of(seed)
+    with _bounds(scenario):
+        return _live(scenario, show)
+
+
+def _live(scenario: Scenario, show: Callable[[str], None] | None) -> Outcome:
+    cluster, seed = SimCluster(scenario, show), scenario.seed
     outcome = Outcome(seed)
     try:
         cluster.start()

@@ -57,6 +57,8 @@ class Scenario:
     local_prefill_below: int
     alike: tuple[int, int, int, int]
     """How many prompts are new, begin with an opening that others have too, are one that was sent, go on from one."""
+    short_news: bool
+    """A cache's history is given up, for a list of all there is, after a few events and not only after very many."""
     samples: tuple[int, ...]
     """Numbers of sequences that a request may ask for."""
 
@@ -111,6 +113,7 @@ def scenario_of(seed: int) -> Scenario:
         router=rng.choice(ROUTERS),
         local_prefill_below=rng.choice((0, 0, 24, 1000)),
         alike=rng.choice(((4, 3, 1, 2), (1, 4, 2, 6))),
+        short_news=rng.random() < 0.5,
         samples=rng.choice(((1,), (1, 1, 1, 2, 4), (1, 1, 1, 2, 4))),
     )
 

@@ -18,6 +18,7 @@ from kvrelay.session import Load, Report
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
 from kvtransfer.receiver import TicketState
 from kvtransfer.transports.base import TransportEvent, WriteFailed
+from sim.checks import check_plan
 from sim.frames import Framed
 from sim.leaving import Departure
 from sim.memory import Fabric, LedgerPool, Member, OneSided
@@ -142,6 +143,7 @@ class WorkerNode:
                 seconds = self.shape.step_s * rng.uniform(0.5, 1.5) * (1 + plan.num_tokens / 64)
                 slow = rng.random() < self.world.slow_step_chance
                 await asyncio.sleep(seconds + rng.uniform(0.2, SLOWEST_STEP_S) if slow else seconds)
+                check_plan(self, plan)
                 result = self.executor.run(plan)
                 self._turn.finish(plan, result)
                 self.turned = True
