@@ -37,17 +37,12 @@ _LIFE = (
         "runs-before-landed",
         "Start alone makes a sequence runnable, whether its blocks have landed or not",
         DECODE,
-        """        if not (attempt.landed and attempt.first_tokens):
-            return
-        fault_point("decode.started")
-        attempt.running = True
-        block_ids, attempt.block_ids = attempt.block_ids, ()
+        """        if attempt.landed and attempt.first_tokens:
+            fault_point("decode.started")
 """,
-        """        if not attempt.first_tokens or attempt.running or attempt.ticket is None:
-            return
-        fault_point("decode.started")
-        attempt.running = True
-        block_ids, attempt.block_ids = attempt.ticket.table.block_ids, ()
+        """        if attempt.first_tokens and not attempt.running and attempt.ticket is not None:
+            fault_point("decode.started")
+            attempt.block_ids = attempt.ticket.table.block_ids
 """,
     ),
     one_edit(
@@ -168,7 +163,7 @@ _WORKERS = (
     one_edit(
         "preempted-keeps-computed",
         "a preempted sequence believes that its tokens are still computed",
-        "engine/scheduler.py",
+        "engine/room.py",
         "        seq.num_computed = 0\n",
         "",
     ),

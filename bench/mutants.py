@@ -32,11 +32,12 @@ from pathlib import Path
 from known_fault import Fault
 from known_faults_handoff import HANDOFF_FAULTS
 from known_faults_life import LIFE_FAULTS
+from known_faults_memory import MEMORY_FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvrelay", "coordinator", "worker", "prefill_svc", "decode_svc", "kvtransfer", "engine", "sim")
 COPIED = (*PACKAGES, "tests", "pyproject.toml")
-FAULTS: tuple[Fault, ...] = (*HANDOFF_FAULTS, *LIFE_FAULTS)
+FAULTS: tuple[Fault, ...] = (*HANDOFF_FAULTS, *LIFE_FAULTS, *MEMORY_FAULTS)
 CONTROL = Fault("control", "nothing is changed", ())
 TABLES = tuple(f"tests/kvtransfer/test_{name}.py" for name in ("receiver_table", "writer_table", "handoff_times"))
 HANDOFF = (*TABLES, "tests/worker", "tests/kvtransfer/test_handoff_random.py")
@@ -45,7 +46,12 @@ UNIT_TESTS = {
     "decode_svc": ("tests/decode_svc", "tests/worker"),
     "prefill_svc": ("tests/prefill_svc", "tests/worker"),
     "worker": ("tests/worker",),
-    "engine": ("tests/engine/test_scheduler.py", "tests/engine/test_block_pool.py", "tests/worker"),
+    "engine": (
+        *(f"tests/engine/test_{name}.py" for name in ("scheduler", "block_pool", "prefix_cache")),
+        *(f"tests/engine/test_{name}.py" for name in ("shared_prompts", "swapping", "cached_prompts")),
+        "tests/worker",
+        "tests/engine/test_small_pools.py",
+    ),
     "coordinator": ("tests/coordinator",),
     "kvrelay": ("tests/kvrelay/test_liveness.py", "tests/kvrelay/test_report.py", *HANDOFF),
 }
