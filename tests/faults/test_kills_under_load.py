@@ -8,7 +8,7 @@ import pytest
 from support.injections import born_again, kill
 from support.members import Members
 from support.recorder import History, Judge, goes_on, load, under_way
-from support.streams import mixed_cases
+from support.streams import new_and_known
 
 pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("relay", ["nixl", "grpc"], indirect=True, scope="session")]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("relay", ["nixl", "grpc"]
 async def test_streams_outlive_a_killed_worker(cluster: Members, victim: str, verdict: Judge) -> None:
     history = History()
     others = {name: pid for name, pid in cluster.pids().items() if name != victim}
-    async with load(cluster.target, mixed_cases(), 6, history):
+    async with load(cluster.target, new_and_known(), 6, history):
         await under_way(history)
         fault = await asyncio.to_thread(kill, cluster.view, cluster.workers[victim].pid)
         history.faults.append(fault)

@@ -6,17 +6,13 @@ import asyncio
 import random
 
 import pytest
-from support.golden import Case
 from support.injections import cut, slowed
 from support.members import Members, wait
 from support.proxy import Proxy
 from support.recorder import History, Judge, goes_on, load, under_way
-from support.streams import mixed_cases, prompt_of
+from support.streams import new_and_known
 
 pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("relay", ["nixl", "grpc"], indirect=True, scope="session")]
-
-LONG_PROMPTS = [Case(prompt_of(700, s), 12, s if s % 2 else None) for s in range(4)]
-"""Eleven chunks each: a hand-off is nearly always under way."""
 
 
 async def test_links_cut_in_the_middle_of_hand_offs_cost_no_stream(cluster: Members, verdict: Judge) -> None:
@@ -24,7 +20,7 @@ async def test_links_cut_in_the_middle_of_hand_offs_cost_no_stream(cluster: Memb
     history, rng = History(), random.Random(1)
     proxy = cluster.proxies["d0"]
     before = {w["id"]: w["incarnation"] for w in cluster.view.workers()}
-    async with load(cluster.target, [*LONG_PROMPTS, *mixed_cases()], 6, history):
+    async with load(cluster.target, new_and_known(), 6, history):
         await under_way(history)
         for turn in range(8):
             prefill = cluster.workers[f"p{turn % 2}"].pid
@@ -44,7 +40,7 @@ def until_connected(proxy: Proxy, pid: int) -> None:
 async def test_a_slow_line_costs_no_stream(cluster: Members, verdict: Judge) -> None:
     history = History()
     proxy = cluster.proxies["d0"]
-    async with load(cluster.target, [*LONG_PROMPTS, *mixed_cases()], 6, history):
+    async with load(cluster.target, new_and_known(), 6, history):
         with slowed(proxy, history.faults, delay_s=0.05, bytes_per_s=200_000):
             await under_way(history)
             await goes_on(history)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -146,9 +146,12 @@ def _seen(message: inference_pb2.GenerateResponse, at: float) -> Seen | None:
 
 @asynccontextmanager
 async def load(
-    target: str, cases: Sequence[Case], concurrency: int, history: History, name: str = ""
+    target: str, cases: Iterable[Case], concurrency: int, history: History, name: str = ""
 ) -> AsyncIterator[Recorder]:
-    """So many streams at any time, over the cases in turn, until the body ends; the last ones are read to their end."""
+    """So many streams at any time, over the cases in turn, until the body ends; the last ones are read to their end.
+
+    A list begins anew behind its last case, so that a cache knows most of it soon; an iterator has no end.
+    """
     turn, stop = itertools.cycle(cases), asyncio.Event()
     async with Recorder(target, history, name) as recorder:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -101,3 +102,10 @@ def mixed_cases() -> list[Case]:
     return [
         Case(prompt_of(length, i), max_tokens, 7 + i if i % 2 else None) for i, (length, max_tokens) in enumerate(sizes)
     ]
+
+
+def new_and_known() -> Iterator[Case]:
+    """Without end, in turn: a long prompt that no cache has seen, of eleven chunks, and one of the mixed cases again."""
+    for number, known in enumerate(itertools.cycle(mixed_cases())):
+        yield Case(prompt_of(700, 1000 + number), 12, number if number % 2 else None)
+        yield known
