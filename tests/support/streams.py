@@ -105,7 +105,7 @@ def mixed_cases() -> list[Case]:
 
 
 def new_and_known() -> Iterator[Case]:
-    """Without end, in turn: a long prompt that no cache has seen, of eleven chunks, and one of the mixed cases again."""
+    """Without end, in turn: a long prompt of eleven chunks that no cache has seen, and one of the mixed cases again."""
     for number, known in enumerate(itertools.cycle(mixed_cases())):
         yield Case(prompt_of(700, 1000 + number), 12, number if number % 2 else None)
         yield known
