@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,12 +18,19 @@ class RoleProcess:
     """Started at once; `start` again after it ended gives a new incarnation. Logs go to a file of the directory.
 
     env: variables of the first life only, such as an order to die at a fault point.
+    inside: a command that becomes the one after it (exec) in other surroundings, such as `ip netns exec NAME`.
     """
 
     def __init__(
-        self, directory: Path, role: str, *flags: str, name: str = "", env: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        role: str,
+        *flags: str,
+        name: str = "",
+        env: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
     ) -> None:
-        self._command = [sys.executable, "-m", "kvrelay.cli.main", role, *flags]
+        self._command = [*inside, sys.executable, "-m", "kvrelay.cli.main", role, *flags]
         self.log = directory / f"{name or f'{role}-{len(list(directory.iterdir()))}'}.log"
         self.start(env=env)
 
