@@ -46,6 +46,7 @@ from worker.events import (
     TransportHappened,
 )
 from worker.refusals import refuse_work, refused
+from worker.step_notes import StepTimes
 
 MAX_WAITING_RESERVES = 1024
 
@@ -223,6 +224,9 @@ class DecodeCore:
         self._running.note_step(plan, self._planned_at, now)
         for event in self._p.scheduler.apply(plan, result):
             self._running.take(event, now)
+
+    def stepped(self, plan: Plan, times: StepTimes) -> None:
+        self._desk.steps.note(plan, times)
 
     # endings
 

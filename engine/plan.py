@@ -5,7 +5,8 @@ Frozen, printable, comparable, replayable. No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.blocks import BlockTable
 from kvrelay.requests import Sampling, SequenceKey
@@ -62,9 +63,21 @@ class Plan:
         return sum(s.num_samples for s in self.slices)
 
 
+class Phases(NamedTuple):
+    """Seconds of a step's parts: making tensors, moves and forward pass, sampling."""
+
+    build_s: float
+    forward_s: float
+    sample_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Sampled tokens, in the order of the plan: num_samples of each slice, sequence 0 first."""
+    """Sampled tokens, in the order of the plan: num_samples of each slice, sequence 0 first.
+
+    phases: of an executor that measures them; they are no part of what was computed.
+    """
 
     step_id: int
     token_ids: tuple[int, ...]
+    phases: Phases | None = field(default=None, compare=False)

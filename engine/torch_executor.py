@@ -5,6 +5,7 @@ Everything, the constructor too, is called from one thread, the engine's: torch 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine.linear import activation_dtype, backend_name, make_head, make_linear
 from engine.llama import Backends, LlamaModel
 from engine.memory import HostPool
 from engine.moves import carry_out
-from engine.plan import Plan, Result
+from engine.plan import Phases, Plan, Result
 from engine.rope import rope_table
 from engine.sampler import sample
 from engine.tensors import StepBatch, step_batch
@@ -70,8 +71,12 @@ def model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
 class TorchExecutor:
     """Implements engine.executor.Executor with a model of a Hugging Face directory and a pool in host memory."""
 
-    def __init__(self, model_dir: str | Path, options: TorchOptions) -> None:
-        """Load the model; errors of the directory are those of ModelConfig.from_dir and Checkpoint.check."""
+    def __init__(self, model_dir: str | Path, options: TorchOptions, clock: Callable[[], float] = lambda: 0.0) -> None:
+        """Load the model; errors of the directory are those of ModelConfig.from_dir and Checkpoint.check.
+
+        clock: seconds, for the phases of each step.
+        """
+        self._clock = clock
         config = ModelConfig.from_dir(model_dir)
         torch.set_num_threads(options.threads)
         self.config = config
@@ -99,18 +104,25 @@ class TorchExecutor:
         Blocks belong to the caller throughout. Internal: the plan does not fit the model, or logits are not finite.
         """
         assert self._kv is not None, "closed"
+        clock = self._clock
+        begun = clock()
         carry_out(plan, self.pool, self.swap)
         if not plan.slices:
             return Result(plan.step_id, ())
         with torch.inference_mode():
+            moved = clock()
             batch = step_batch(plan)
             self._check(batch)
+            built = clock()
             logits = self._model.forward(batch, self._kv)
+            computed = clock()
             sampling = [s for s in plan.slices if s.samples]
             draws = [(each, s.index) for s in sampling for each in (s.sampling, *s.forks)]
             if len(draws) > len(sampling):  # several sequences draw from one row
                 logits = logits.repeat_interleave(torch.tensor([s.num_samples for s in sampling]), dim=0)
-            return Result(plan.step_id, sample(logits, draws))
+            tokens = sample(logits, draws)
+            moves = moved - begun
+            return Result(plan.step_id, tokens, Phases(built - moved, moves + computed - built, clock() - computed))
 
     def close(self) -> None:
         """Drop our view of the pool, then the pool. Nothing may write to it any more."""

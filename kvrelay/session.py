@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.blocks import BlockCounts, BlockEvents, KVLayout, Ticket
 from kvrelay.requests import Incarnation, RequestId, Role, Sampling, SessionId, StopRule, WorkerId
+from kvrelay.steps import StepRecord
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_S = 0.5
@@ -83,11 +84,15 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a session. A new session of the same coordinator ends its old one."""
+    """First message of a session. A new session of the same coordinator ends its old one.
+
+    steps: reports are to say what each step took.
+    """
 
     coordinator_id: str
     session_id: SessionId
     protocol_version: int = PROTOCOL_VERSION
+    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +258,9 @@ class Load:
 class Report:
     """One message up. Later steps merge into a report not yet sent (`merge`); order inside each list is kept.
 
-    A reader takes the lists in the order of the fields, but records before tokens.
+    A reader takes the lists in the order of the fields, but steps and records before tokens.
+    steps: each of the worker's steps once per session, in order. step_tokens: how many of this report's tokens, in
+    order, each of them made. heartbeat_at_s: when that heartbeat came, on the worker's monotonic clock as sent_at_s.
     """
 
     step_id: int = 0
@@ -269,6 +276,9 @@ class Report:
     ended: tuple[Ended, ...] = ()
     load: Load | None = field(default=None)
     block_events: tuple[BlockEvents, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    step_tokens: tuple[int, ...] = ()
+    heartbeat_at_s: float = 0.0
 
     def merge(self, later: Report) -> Report:
         """One report that says what both said; the later step id, heartbeat and load win."""
@@ -286,4 +296,7 @@ class Report:
             ended=self.ended + later.ended,
             load=later.load or self.load,
             block_events=self.block_events + later.block_events,
+            steps=self.steps + later.steps,
+            step_tokens=self.step_tokens + later.step_tokens,
+            heartbeat_at_s=later.heartbeat_at_s or self.heartbeat_at_s,
         )

@@ -45,6 +45,7 @@ from worker.events import (
     TransportHappened,
 )
 from worker.refusals import refuse_work, refused
+from worker.step_notes import StepTimes
 
 MAX_ATTEMPTS = 1024
 
@@ -155,6 +156,9 @@ class PrefillCore:
                 self._desk.counters["preempted"] += 1
             elif isinstance(event, Matched):
                 self._matched(event)
+
+    def stepped(self, plan: Plan, times: StepTimes) -> None:
+        self._desk.steps.note(plan, times)
 
     def _push(
         self, attempt: PrefillAttempt, destination: Destination, rows: SequenceSlice, num_computed: int, now: float

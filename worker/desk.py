@@ -34,6 +34,7 @@ from worker.events import (
     SessionOpened,
 )
 from worker.outbox import Item, Outbox
+from worker.step_notes import StepNotes
 from worker.throughput import Throughput
 
 PAUSE_S = 2.0
@@ -66,6 +67,7 @@ class Desk(Generic[A]):
         self._moved_at = self._asked_at = 0.0
         self._outbox = Outbox()
         self._news = CacheNews(cache)
+        self.steps = StepNotes()
 
     @property
     def draining(self) -> bool:
@@ -76,11 +78,14 @@ class Desk(Generic[A]):
         if isinstance(event, SessionOpened):
             self._outbox.open(event.session)
             self._news.open(event.session, now)
+            if event.steps:
+                self.steps.open(event.session)
         elif isinstance(event, SessionClosed):
             for attempt in self.attempts.of_session(event.session):
                 self._drop(attempt, now)
             self._outbox.close(event.session)
             self._news.close(event.session)
+            self.steps.close(event.session)
         elif isinstance(event, CommandReceived):
             if isinstance(event.command, Abort):
                 self._abort(event, event.command, now)
@@ -187,10 +192,11 @@ class Desk(Generic[A]):
         What the cache did goes with it; alone it makes a report only once it has waited for one.
         """
         self._news.look(now)
+        self.steps.record(load, self.counters["preempted"], now)
         for session in dict.fromkeys((*self._outbox.speaking(), *self._news.due(now))):
             for events in self._news.take(session):
                 self._outbox.add(session, events)
-        reports = self._outbox.drain(self.step_id, now, load)
+        reports = self._outbox.drain(self.step_id, now, load, self.steps.take)
         actions, self.actions = self.actions, []
         return [*actions, *(SendReport(session, report) for session, report in reports)]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from engine.plan import Plan, Result
 from worker.events import Action, Core, Event
+from worker.step_notes import StepTimes
 
 MAX_IDLE_S = 0.5
 
@@ -21,16 +22,21 @@ class EngineTurn:
 
     def __init__(self, core: Core, deliver: Callable[[list[Action]], None], clock: Callable[[], float]) -> None:
         self._core, self._deliver, self._clock = core, deliver, clock
+        self._begun_at = self._planned_at = 0.0
 
     def begin(self, events: Iterable[Event]) -> Plan | None:
+        self._begun_at = self._clock()
         for event in events:
             self._core.handle(event, self._clock())
         plan = self._core.schedule(self._clock())
         self._hand_out()
+        self._planned_at = self._clock()
         return plan
 
     def finish(self, plan: Plan, result: Result) -> None:
-        self._core.apply(plan, result, self._clock())
+        now = self._clock()
+        self._core.apply(plan, result, now)
+        self._core.stepped(plan, StepTimes(self._begun_at, self._planned_at, now, result.phases))
         self._hand_out()
 
     def patience(self, busy: bool) -> float:

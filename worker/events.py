@@ -16,14 +16,18 @@ from kvrelay.requests import Incarnation, SessionId, WorkerId
 from kvrelay.session import Command, Load, Report
 from kvtransfer.actions import ExitProcess, Expect, Post, Reply, Send, Unexpect
 from kvtransfer.transports.base import TransportEvent
+from worker.step_notes import StepTimes
 
 # Events: the world -> core
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
+    """steps: it wants to hear of each step."""
+
     session: SessionId
     coordinator_id: str
+    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,10 @@ class Core(Protocol):
     def schedule(self, now: float) -> Plan | None: ...
 
     def apply(self, plan: Plan, result: Result, now: float) -> None: ...
+
+    def stepped(self, plan: Plan, times: StepTimes) -> None:
+        """What the step just applied took; it goes up with the next actions."""
+        ...
 
     def actions(self, now: float) -> list[Action]:
         """Run the timers that are due, then all there is to do since the last call; at most one report a session."""

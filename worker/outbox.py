@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.blocks import BlockEvents
@@ -18,6 +19,7 @@ from kvrelay.session import (
     Reserved,
     TokenOut,
 )
+from kvrelay.steps import StepRecord
 
 Item = Reserved | Refused | TokenOut | Landed | Pushed | ComputeRecord | Ended | BlockEvents
 
@@ -57,14 +59,24 @@ class Outbox:
         """Sessions that get a report next: what is added for them now goes with it."""
         return [session for session, page in self._pages.items() if page.items or page.due]
 
-    def drain(self, step_id: int, now: float, load: Load) -> list[tuple[SessionId, Report]]:
-        """A report for every session that has something to hear; items keep their order within each kind."""
+    def drain(
+        self,
+        step_id: int,
+        now: float,
+        load: Load,
+        steps_for: Callable[[SessionId], tuple[StepRecord, ...]] = lambda _: (),
+    ) -> list[tuple[SessionId, Report]]:
+        """A report for every session that has something to hear; items keep their order within each kind.
+
+        steps_for: the steps that a session has not heard of; the tokens are those of the last one.
+        """
         reports = []
         for session, page in self._pages.items():
             if not page.items and not page.due:
                 continue
             page.due = False
             taken, page.items = page.items, defaultdict(list)
+            steps = steps_for(session)
             reports.append(
                 (
                     session,
@@ -80,6 +92,8 @@ class Outbox:
                         ended=tuple(taken[Ended]),  # type: ignore[arg-type]
                         load=load,
                         block_events=tuple(taken[BlockEvents]),  # type: ignore[arg-type]
+                        steps=steps,
+                        step_tokens=(*(0,) * (len(steps) - 1), len(taken[TokenOut])) if steps else (),
                     ),
                 )
             )

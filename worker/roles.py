@@ -90,7 +90,7 @@ def _torch_executor(config: WorkerConfig) -> Executor:
         attention=config.attention,
         swap_blocks=swap_blocks_of(config, layout),
     )
-    return TorchExecutor(directory, options)
+    return TorchExecutor(directory, options, time.monotonic)
 
 
 def read_script(path: str) -> list[int]:

@@ -60,6 +60,7 @@ class _Session:
         self.closed = asyncio.Event()
         self.ended_because = ""
         self.heartbeat_seq = 0
+        self.heartbeat_at_s = 0.0
         self.liveness = Liveness.start(WORKER_GIVES_UP_S, time.monotonic())
         self.unread = self.liveness
         self.write_bound: asyncio.Timeout | None = None
@@ -68,7 +69,7 @@ class _Session:
     def put(self, report: Report) -> None:
         self.pending.append(report)
         self.num_items += len(report.tokens) + len(report.ended) + len(report.reserved) + len(report.refused)
-        self.num_items += len(report.landed) + len(report.pushed) + len(report.records)
+        self.num_items += len(report.landed) + len(report.pushed) + len(report.records) + 2 * len(report.steps)
         self.num_items += sum(1 + events.next - events.first for events in report.block_events)
         if self.num_items > UNREAD_LIMIT_ITEMS:
             self.end("the coordinator does not read its reports")
@@ -148,7 +149,7 @@ class SessionHub:
         await self._end_older(hello.coordinator_id)
         session = _Session(hello.session_id, hello.coordinator_id)
         self._sessions[session.id] = session
-        self._mailbox.post(SessionOpened(session.id, session.coordinator_id))
+        self._mailbox.post(SessionOpened(session.id, session.coordinator_id, hello.steps))
         tasks = [asyncio.ensure_future(self._read(session, commands)), asyncio.ensure_future(self._watch(session))]
         for task in tasks:
             task.add_done_callback(session.end_with)
@@ -197,7 +198,7 @@ class SessionHub:
                 fault_point("worker.command")
                 session.liveness = session.liveness.heard(time.monotonic())
                 if isinstance(command, Heartbeat):
-                    session.heartbeat_seq = command.seq
+                    session.heartbeat_seq, session.heartbeat_at_s = command.seq, time.monotonic()
                 elif isinstance(command, Hello):
                     raise InvalidArgument("hello was already said", field="command.hello")
                 else:
@@ -233,7 +234,12 @@ class SessionHub:
     @staticmethod
     async def _write_one(session: _Session, report: Report, write: WriteReport) -> None:
         fault_point("worker.report")
-        stamped = replace(report, heartbeat_seq=session.heartbeat_seq, sent_at_s=time.monotonic())
+        stamped = replace(
+            report,
+            heartbeat_seq=session.heartbeat_seq,
+            heartbeat_at_s=session.heartbeat_at_s,
+            sent_at_s=time.monotonic(),
+        )
         try:
             async with asyncio.timeout(None) as bound:
                 session.begin_write(bound)

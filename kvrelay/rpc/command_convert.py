@@ -37,6 +37,7 @@ def command_to_protos(command: Command) -> list[worker_pb2.Command]:
                 coordinator_id=command.coordinator_id,
                 session_id=command.session_id,
                 protocol_version=command.protocol_version,
+                steps=command.steps,
             )
             return [worker_pb2.Command(hello=hello)]
         case Heartbeat():
@@ -181,6 +182,7 @@ def _hello_from_proto(proto: worker_pb2.Hello, path: str) -> Hello:
         coordinator_id=text(proto.coordinator_id, f"{path}.coordinator_id"),
         session_id=SessionId(text(proto.session_id, f"{path}.session_id")),
         protocol_version=at_least(proto.protocol_version, 1, f"{path}.protocol_version"),
+        steps=proto.steps,
     )
 
 

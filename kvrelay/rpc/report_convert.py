@@ -19,6 +19,7 @@ from kvrelay.rpc.description_convert import (
     ticket_to_proto,
 )
 from kvrelay.rpc.fields import number, one_of, text
+from kvrelay.rpc.step_convert import add_steps, steps_from_proto
 from kvrelay.session import (
     MAX_FRAME_BYTES,
     ComputeRecord,
@@ -48,7 +49,13 @@ def report_to_protos(report: Report) -> list[worker_pb2.Report]:
 
 
 def _report_to_proto(report: Report) -> worker_pb2.Report:
-    proto = worker_pb2.Report(step_id=report.step_id, sent_at_s=report.sent_at_s, heartbeat_seq=report.heartbeat_seq)
+    proto = worker_pb2.Report(
+        step_id=report.step_id,
+        sent_at_s=report.sent_at_s,
+        heartbeat_seq=report.heartbeat_seq,
+        heartbeat_at_s=report.heartbeat_at_s,
+    )
+    add_steps(proto, report.steps, report.step_tokens)
     if report.welcome is not None:
         proto.welcome.CopyFrom(description_to_proto(report.welcome))
     if report.load is not None:
@@ -86,11 +93,16 @@ def _add_tokens(proto: worker_pb2.Report, tokens: tuple[TokenOut, ...]) -> None:
 def _split(whole: worker_pb2.Report) -> Iterator[worker_pb2.Report]:
     """Frames in the order of the lists: the first carries welcome and heartbeat, the last the load."""
     room = MAX_FRAME_BYTES - FRAME_MARGIN
-    frame = worker_pb2.Report(step_id=whole.step_id, sent_at_s=whole.sent_at_s, heartbeat_seq=whole.heartbeat_seq)
+    frame = worker_pb2.Report(
+        step_id=whole.step_id,
+        sent_at_s=whole.sent_at_s,
+        heartbeat_seq=whole.heartbeat_seq,
+        heartbeat_at_s=whole.heartbeat_at_s,
+    )
     if whole.HasField("welcome"):
         frame.welcome.CopyFrom(whole.welcome)
     size = frame.ByteSize()
-    for name in ("reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events"):
+    for name in ("steps", "reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events"):
         for item in getattr(whole, name):
             item_size = item.ByteSize() + ITEM_HEADER
             if size + item_size > room and size:
@@ -125,6 +137,9 @@ def report_from_proto(proto: worker_pb2.Report, path: str = "report") -> Report:
         ended=tuple(_ended_from_proto(p, f"{path}.ended[{i}]") for i, p in enumerate(proto.ended)),
         load=load,
         block_events=tuple(events_from_proto(p, f"{path}.block_events[{i}]") for i, p in enumerate(proto.block_events)),
+        steps=steps_from_proto(proto, path) if proto.steps else (),
+        step_tokens=tuple(step.num_report_tokens for step in proto.steps),
+        heartbeat_at_s=number(proto.heartbeat_at_s, f"{path}.heartbeat_at_s"),
     )
 
 

@@ -352,19 +352,23 @@ class Hello(_message.Message):
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     coordinator_id: _builtins.str
     session_id: _builtins.str
     protocol_version: _builtins.int
+    steps: _builtins.bool
+    """Reports are to say what each step took."""
     def __init__(
         self,
         *,
         coordinator_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
+        steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "protocol_version", b"protocol_version", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "protocol_version", b"protocol_version", "session_id", b"session_id", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,8 +639,8 @@ Global___MoreTokens: _TypeAlias = MoreTokens  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """One message per engine step and session. A reader takes the lists in the order of their numbers, records before
-    tokens.
+    """One message per engine step and session. A reader takes the lists in the order of their numbers, steps and records
+    before tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -654,9 +658,13 @@ class Report(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCK_EVENTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AT_S_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     sent_at_s: _builtins.float
     heartbeat_seq: _builtins.int
+    heartbeat_at_s: _builtins.float
+    """When the heartbeat came, on the clock of sent_at_s."""
     @_builtins.property
     def welcome(self) -> _common_pb2.WorkerDescription: ...
     @_builtins.property
@@ -677,6 +685,10 @@ class Report(_message.Message):
     def load(self) -> _common_pb2.Load: ...
     @_builtins.property
     def block_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvents]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]:
+        """Each step of the worker once per session."""
+
     def __init__(
         self,
         *,
@@ -693,14 +705,84 @@ class Report(_message.Message):
         ended: _abc.Iterable[Global___Ended] | None = ...,
         load: _common_pb2.Load | None = ...,
         block_events: _abc.Iterable[Global___BlockEvents] | None = ...,
+        steps: _abc.Iterable[Global___Step] | None = ...,
+        heartbeat_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "ended", b"ended", "heartbeat_seq", b"heartbeat_seq", "landed", b"landed", "load", b"load", "pushed", b"pushed", "records", b"records", "refused", b"refused", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "step_id", b"step_id", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "ended", b"ended", "heartbeat_at_s", b"heartbeat_at_s", "heartbeat_seq", b"heartbeat_seq", "landed", b"landed", "load", b"load", "pushed", b"pushed", "records", b"records", "refused", b"refused", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "step_id", b"step_id", "steps", b"steps", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Step(_message.Message):
+    """What one step took. The phases follow each other without a break."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    SCHEDULE_S_FIELD_NUMBER: _builtins.int
+    BUILD_S_FIELD_NUMBER: _builtins.int
+    FORWARD_S_FIELD_NUMBER: _builtins.int
+    SAMPLE_S_FIELD_NUMBER: _builtins.int
+    SEND_S_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    SWAPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_REPORT_TOKENS_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    start_s: _builtins.float
+    """The worker's monotonic clock."""
+    schedule_s: _builtins.float
+    build_s: _builtins.float
+    forward_s: _builtins.float
+    sample_s: _builtins.float
+    send_s: _builtins.float
+    batch: _builtins.int
+    """Sequences that sampled."""
+    prefill_tokens: _builtins.int
+    num_tokens: _builtins.int
+    blocks_used: _builtins.int
+    transfers: _builtins.int
+    preemptions: _builtins.int
+    swapped_blocks: _builtins.int
+    num_report_tokens: _builtins.int
+    """So many of this report's tokens, after those of earlier steps, are of this one. Frames that a report was split into
+    count as one.
+    """
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        start_s: _builtins.float = ...,
+        schedule_s: _builtins.float = ...,
+        build_s: _builtins.float = ...,
+        forward_s: _builtins.float = ...,
+        sample_s: _builtins.float = ...,
+        send_s: _builtins.float = ...,
+        batch: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        blocks_used: _builtins.int = ...,
+        transfers: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        swapped_blocks: _builtins.int = ...,
+        num_report_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks_used", b"blocks_used", "build_s", b"build_s", "forward_s", b"forward_s", "num_report_tokens", b"num_report_tokens", "num_tokens", b"num_tokens", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "sample_s", b"sample_s", "schedule_s", b"schedule_s", "send_s", b"send_s", "start_s", b"start_s", "step_id", b"step_id", "swapped_blocks", b"swapped_blocks", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class Reserved(_message.Message):

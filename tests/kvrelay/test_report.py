@@ -17,6 +17,9 @@ from kvrelay.session import (
     Reserved,
     TokenOut,
 )
+from kvrelay.steps import StepRecord
+
+STEPS = ["steps", "step_tokens"]
 
 
 def report_of(name: str, step_id: int) -> Report:
@@ -35,6 +38,9 @@ def report_of(name: str, step_id: int) -> Report:
         ended=(Ended(request, 1, 0, "length"),),
         load=Load(BlockCounts(8, 8), running=step_id),
         block_events=(BlockEvents(step_id, (BlockRun(BlockEventKind.STORED, (BlockKey(bytes([step_id]) * 32),)),)),),
+        steps=(StepRecord(step_id, 10.0 + step_id, forward_s=0.5, batch=1),),
+        step_tokens=(1,),
+        heartbeat_at_s=step_id - 0.5,
     )
 
 
@@ -42,10 +48,10 @@ def test_a_merged_report_holds_every_item_of_both_in_order_and_the_later_figures
     first, second = report_of("a", 1), report_of("b", 2)
     merged = first.merge(second)
     lists = [f.name for f in fields(Report) if isinstance(getattr(first, f.name), tuple)]
-    assert lists == ["reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events"]
+    assert lists == ["reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events", *STEPS]
     for name in lists:
         assert getattr(merged, name) == getattr(first, name) + getattr(second, name), name
-    assert (merged.step_id, merged.sent_at_s, merged.heartbeat_seq) == (2, 2.0, 2)
+    assert (merged.step_id, merged.sent_at_s, merged.heartbeat_seq, merged.heartbeat_at_s) == (2, 2.0, 2, 1.5)
     assert merged.load == second.load
 
 
