@@ -95,7 +95,8 @@ async def probe(port: int, counts: tuple[int, ...], rounds: int, block_bytes: in
                 await asyncio.wait_for(anext(landed), ROUND_TIMEOUT_S)
                 seconds.append(time.perf_counter() - begun)
             median = statistics.median(seconds[1:])
-            rows.append({"blocks": count, "write_s": median, "gb_per_s": count * block_bytes / median / 1e9})
+            rate = count * block_bytes / median / 1e9
+            rows.append({"blocks": count, "write_s": median, "best_s": min(seconds[1:]), "gb_per_s": rate})
         await asyncio.to_thread(transport.close)
         if failures:
             raise RuntimeError(f"a write failed: {failures[0]}")

@@ -7,7 +7,7 @@ from functools import partial
 
 import typer
 
-from kvrelay.cli import bench, demo, drain, generate, health, models, plan, role_names, status, up
+from kvrelay.cli import bench, demo, doctor, drain, generate, health, models, plan, role_names, status, tbt, up
 
 app = typer.Typer(
     name="kvrelay",
@@ -24,6 +24,8 @@ app.command(epilog=status.EXAMPLE)(status.status)
 app.command(epilog=drain.EXAMPLE)(drain.drain)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
 app.command(epilog=plan.EXAMPLE)(plan.plan)
+app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
+app.command(epilog=tbt.EXAMPLE)(tbt.tbt)
 app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(models.app, name="models")
 
