@@ -15,7 +15,17 @@ from kvrelay.config_load import keys_of, load_coordinator, load_up, load_worker
 from kvrelay.requests import Role
 from kvrelay.rpc.status import STATUS_TABLE
 
-COMMANDS = (["up"], ["generate"], ["status"], ["bench"], ["demo"], ["doctor"], ["plan"], ["models", "pull"], ["models", "list"])
+COMMANDS = (
+    ["up"],
+    ["generate"],
+    ["status"],
+    ["bench"],
+    ["demo"],
+    ["doctor"],
+    ["plan"],
+    ["models", "pull"],
+    ["models", "list"],
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
