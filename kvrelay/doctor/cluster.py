@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.doctor.finding import Finding, Verdict
+from kvrelay.session import COORDINATOR_GIVES_UP_S
 
-SILENT_S, GONE_S = 1.5, 4.0
-"""Workers are heard several times a second: after the first it is odd, after the second requests move away."""
+SILENT_S = 1.2
+"""A worker that was not heard for so long has missed two heartbeats, and gets nothing new."""
 SLOW_ROUND_TRIP_S = 0.05
 MIXED = ("model", "layout", "transport", "executor", "protocol_version")
 """What must be the same everywhere, or prefill and decode do not pair."""
@@ -86,10 +87,10 @@ def _remarks(worker: Worker) -> list[tuple[Verdict, str, str]]:
     """(verdict, what, advice) of everything that is not as it should be."""
     found = []
     look = f"see its log, and kvrelay health {worker.address}"
-    if worker.silent_s > GONE_S:
-        found.append((Verdict.PROBLEM, "silent", look))
+    if worker.silent_s > COORDINATOR_GIVES_UP_S:
+        found.append((Verdict.PROBLEM, "silent: its requests move to others", look))
     elif worker.silent_s > SILENT_S:
-        found.append((Verdict.WARNING, "silent", look))
+        found.append((Verdict.WARNING, "silent: gets nothing new", look))
     if worker.health == "NOT_SERVING" and not worker.draining:
         found.append((Verdict.PROBLEM, "says NOT_SERVING: nothing moves although there is work", look))
     elif worker.health not in {"SERVING", "NOT_SERVING"}:

@@ -12,6 +12,7 @@ SHM_NEEDED_BYTES = 64 * 2**20
 FILES_NEEDED = 1024
 FULL_MEMORY = 0.9
 SLOW_BYTES_PER_S = 2e9
+AGAIN = "try again when nothing else runs"
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 """Of a processor, those that decide which kernels run."""
 
@@ -137,8 +138,7 @@ def judge_kernels(kernels: Kernels, executor: str) -> Finding:
     """Without torch nothing serves a model; without our kernels it is slow."""
     figures = {"torch": kernels.torch, "native": kernels.native, "linear": kernels.linear}
     if kernels.unknown:
-        advice = "try again when nothing else runs"
-        return Finding("kernels", Verdict.WARNING, f"not looked at: {kernels.error}", advice, figures)
+        return Finding("kernels", Verdict.WARNING, f"not looked at: {kernels.error}", AGAIN, figures)
     if not kernels.torch:
         needed = executor == "torch"
         what = f"torch does not import: {kernels.error}"
@@ -157,6 +157,8 @@ def judge_gpus(kernels: Kernels) -> Finding:
     figures = {"gpus": list(kernels.gpus)}
     if kernels.gpus:
         return Finding("gpu", Verdict.OK, f"{len(kernels.gpus)}: {', '.join(kernels.gpus)}", figures=figures)
+    if kernels.unknown:
+        return Finding("gpu", Verdict.WARNING, f"not looked at: {kernels.error}", AGAIN, figures)
     if kernels.gpu_device and kernels.torch:
         advice = "install a torch build for this driver's CUDA version"
         return Finding("gpu", Verdict.WARNING, "there is one and torch does not see it", advice, figures)

@@ -57,9 +57,9 @@ def test_a_role_without_workers_is_a_problem_that_says_what_to_start() -> None:
 @pytest.mark.parametrize(
     ("change", "verdict", "what"),
     [
-        ({"silent_s": 1.5}, OK, ""),
-        ({"silent_s": 1.6}, WARNING, "silent"),
-        ({"silent_s": 4.1}, PROBLEM, "silent"),
+        ({"silent_s": 1.2}, OK, ""),
+        ({"silent_s": 1.3}, WARNING, "silent: gets nothing new"),
+        ({"silent_s": 2.6}, PROBLEM, "silent: its requests move to others"),
         ({"health": "NOT_SERVING"}, PROBLEM, "says NOT_SERVING: nothing moves although there is work"),
         ({"health": "refused", "round_trip_s": None}, WARNING, "does not answer from here: refused"),
         ({"round_trip_s": 0.08}, WARNING, "slow: its clock is known to 40 ms only"),
@@ -82,7 +82,10 @@ def test_a_worker_is_judged_by_what_is_not_as_it_should_be(
 def test_everything_about_a_worker_is_said_and_the_worst_decides() -> None:
     finding = judge_worker(replace(DECODE, silent_s=5.0, prefix_cache=False))
     assert finding.verdict is PROBLEM
-    assert finding.what == "decode, heard 5.0 s ago, answers in 1.2 ms; silent; caches no prompts"
+    assert (
+        finding.what
+        == "decode, heard 5.0 s ago, answers in 1.2 ms; silent: its requests move to others; caches no prompts"
+    )
     assert finding.advice == "see its log, and kvrelay health 127.0.0.1:7001; start it without --no-prefix-cache"
 
 

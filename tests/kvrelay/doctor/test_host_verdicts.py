@@ -134,6 +134,7 @@ def test_a_gpu_that_torch_does_not_see_is_warned_of() -> None:
     unseen = judge_gpus(replace(KERNELS, gpu_device=True))
     assert (unseen.verdict, unseen.what) == (WARNING, "there is one and torch does not see it")
     assert judge_gpus(replace(KERNELS, torch="", gpu_device=True)).verdict is OK
+    assert judge_gpus(replace(KERNELS, torch="", error="late", unknown=True)).what == "not looked at: late"
 
 
 def test_bandwidth_says_what_one_stream_gets_at_most() -> None:
