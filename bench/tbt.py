@@ -5,7 +5,7 @@
     python bench/tbt.py --keep /tmp/recording    keeps the files, for a look with `kvrelay tbt`
 
 The recording is made here, not measured: batches of 25, steps of 10 ms, a long prompt in one step of 100 that makes it
-40 ms longer. Exit code 1 if the run takes more than --limit-s.
+40 ms longer. Exit code 1 if the run takes more CPU than --limit-s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=500, help="of each request")
     parser.add_argument("--keep", type=Path, help="write the recording into this folder and leave it there")
-    parser.add_argument("--limit-s", type=float, default=20.0)
+    parser.add_argument("--limit-s", type=float, default=20.0, help="of CPU, beyond which it fails")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

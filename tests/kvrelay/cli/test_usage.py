@@ -23,6 +23,7 @@ COMMANDS = (
     ["demo"],
     ["doctor"],
     ["plan"],
+    ["tbt"],
     ["models", "pull"],
     ["models", "list"],
 )

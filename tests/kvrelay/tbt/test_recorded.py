@@ -8,6 +8,7 @@ import numpy as np
 from support import otlp_lines as otlp
 
 from kvrelay.tbt.reader import Recording, read
+from kvrelay.telemetry import tracing
 
 
 def recorded(tmp_path: Path, *spans: dict) -> Recording:
@@ -33,6 +34,21 @@ def test_a_request_is_put_together_whatever_order_its_spans_come_in(tmp_path: Pa
     pushed = [piece for piece in request.pieces if piece.name == "kv.push"]
     assert [(piece.start_s, piece.end_s, piece.exposed_s, piece.worker) for piece in pushed] == [(0.5, 1.1, 0.1, "p0")]
     assert (found.num_rootless, found.num_other, found.problems.told) == (0, 0, [])
+
+
+def test_what_the_sdk_writes_is_read(tmp_path: Path) -> None:
+    made = tracing.setup("coordinator", str(tmp_path))
+    tracer = made.provider.get_tracer("test")
+    with tracer.start_as_current_span("Generate", attributes={"kvrelay.request.id": "r"}) as span:
+        span.set_attribute("kvrelay.request.accepted_s", 5.5)
+        arrays = {"kvrelay.decode.token_offsets_s": [0.0, 1.5], "kvrelay.decode.step_ids": [0, 7]}
+        with tracer.start_as_current_span("decode", attributes={"kvrelay.worker.id": "d", **arrays}):
+            pass
+    assert made.close()
+    (request,) = read([tmp_path]).requests
+    assert (request.request_id, request.accepted_s, request.segments[0].worker) == ("r", 5.5, "d")
+    assert request.segments[0].offsets_s.tolist() == [0.0, 1.5]
+    assert request.segments[0].step_ids.tolist() == [0, 7]
 
 
 def test_two_requests_of_one_trace_stay_two(tmp_path: Path) -> None:
