@@ -96,6 +96,8 @@ def _worker(status: admin_pb2.WorkerStatus, health: str, round_trip_s: float | N
         quarantined=status.load.blocks.quarantined,
         health=health,
         round_trip_s=round_trip_s,
+        clock_offset_s=status.clock.offset_s if status.HasField("clock") else None,
+        clock_error_s=status.clock.error_s if status.HasField("clock") else None,
     )
 
 

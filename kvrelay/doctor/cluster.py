@@ -11,6 +11,7 @@ from kvrelay.session import COORDINATOR_GIVES_UP_S
 SILENT_S = 1.2
 """A worker that was not heard for so long has missed two heartbeats, and gets nothing new."""
 SLOW_ROUND_TRIP_S = 0.05
+ROUGH_CLOCK_S = 0.005
 MIXED = ("model", "layout", "transport", "executor", "protocol_version")
 """What must be the same everywhere, or prefill and decode do not pair."""
 
@@ -19,7 +20,8 @@ MIXED = ("model", "layout", "transport", "executor", "protocol_version")
 class Worker:
     """One worker as its coordinator tells and as it answers us. health: SERVING, NOT_SERVING, or why it is silent.
 
-    round_trip_s: the shortest of several to it, None without an answer. Clocks can differ by half of it unnoticed.
+    round_trip_s: the shortest of several to it, None without an answer. clock_offset_s: its monotonic clock and this
+    are the coordinator's, give or take clock_error_s; both None while the coordinator does not know.
     """
 
     worker_id: str
@@ -37,6 +39,8 @@ class Worker:
     quarantined: int
     health: str
     round_trip_s: float | None
+    clock_offset_s: float | None = None
+    clock_error_s: float | None = None
 
 
 def judge_reached(target: str, round_trips_s: Sequence[float], error: str) -> Finding:
@@ -73,12 +77,14 @@ def judge_worker(worker: Worker) -> Finding:
     said = list(_remarks(worker))
     verdict = max((v for v, _, _ in said), key=list(Verdict).index, default=Verdict.OK)
     trip = "" if worker.round_trip_s is None else f", answers in {worker.round_trip_s * 1e3:.1f} ms"
+    trip += "" if worker.clock_error_s is None else f", clock known to {worker.clock_error_s * 1e3:.1f} ms"
     what = "; ".join([f"{worker.role}, heard {worker.silent_s:.1f} s ago{trip}", *(text for _, text, _ in said)])
     advice = "; ".join(dict.fromkeys(advice for _, _, advice in said))
     figures = {
         "silent_s": worker.silent_s,
         "round_trip_s": worker.round_trip_s,
-        "clock_error_s": None if worker.round_trip_s is None else worker.round_trip_s / 2,
+        "clock_offset_s": worker.clock_offset_s,
+        "clock_error_s": worker.clock_error_s,
     }
     return Finding(worker.worker_id, verdict, what, advice, figures)
 
@@ -97,8 +103,10 @@ def _remarks(worker: Worker) -> list[tuple[Verdict, str, str]]:
         advice = "if the cluster's network is closed to this host this means nothing; else " + look
         found.append((Verdict.WARNING, f"does not answer from here: {worker.health}", advice))
     elif worker.round_trip_s is not None and worker.round_trip_s > SLOW_ROUND_TRIP_S:
-        clocks = f"slow: its clock is known to {worker.round_trip_s * 500:.0f} ms only"
-        found.append((Verdict.WARNING, clocks, "look at the network and what else runs there"))
+        found.append((Verdict.WARNING, "slow to answer", "look at the network and what else runs there"))
+    if worker.clock_error_s is not None and worker.clock_error_s > ROUGH_CLOCK_S:
+        rough = f"its clock is known to {worker.clock_error_s * 1e3:.0f} ms only, and so are causes of late tokens"
+        found.append((Verdict.WARNING, rough, "look at the network between it and the coordinator"))
     if worker.draining:
         found.append((Verdict.WARNING, "draining: takes nothing new", "start another one where nobody does"))
     if not worker.prefix_cache:

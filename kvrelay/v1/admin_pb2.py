@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x14\n\x12GetTopologyRequest\"\xfa\x01\n\x13GetTopologyResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\ropen_requests\x18\x03 \x01(\r\x12\x16\n\x0e\x63oordinator_id\x18\x04 \x01(\t\x12?\n\x08\x63ounters\x18\x05 \x03(\x0b\x32-.kvrelay.v1.GetTopologyResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"t\n\x0cWorkerStatus\x12\x32\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1d.kvrelay.v1.WorkerDescription\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.kvrelay.v1.Load\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\"8\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\x15\n\x13\x44rainWorkerResponse2\xae\x01\n\x0c\x41\x64minService\x12N\n\x0bGetTopology\x12\x1e.kvrelay.v1.GetTopologyRequest\x1a\x1f.kvrelay.v1.GetTopologyResponse\x12N\n\x0b\x44rainWorker\x12\x1e.kvrelay.v1.DrainWorkerRequest\x1a\x1f.kvrelay.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x14\n\x12GetTopologyRequest\"\xfa\x01\n\x13GetTopologyResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\ropen_requests\x18\x03 \x01(\r\x12\x16\n\x0e\x63oordinator_id\x18\x04 \x01(\t\x12?\n\x08\x63ounters\x18\x05 \x03(\x0b\x32-.kvrelay.v1.GetTopologyResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x96\x01\n\x0cWorkerStatus\x12\x32\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1d.kvrelay.v1.WorkerDescription\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.kvrelay.v1.Load\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\x12 \n\x05\x63lock\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.Clock\"*\n\x05\x43lock\x12\x10\n\x08offset_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x65rror_s\x18\x02 \x01(\x01\"8\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\x15\n\x13\x44rainWorkerResponse2\xae\x01\n\x0c\x41\x64minService\x12N\n\x0bGetTopology\x12\x1e.kvrelay.v1.GetTopologyRequest\x1a\x1f.kvrelay.v1.GetTopologyResponse\x12N\n\x0b\x44rainWorker\x12\x1e.kvrelay.v1.DrainWorkerRequest\x1a\x1f.kvrelay.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,12 +40,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTOPOLOGYRESPONSE']._serialized_end=336
   _globals['_GETTOPOLOGYRESPONSE_COUNTERSENTRY']._serialized_start=289
   _globals['_GETTOPOLOGYRESPONSE_COUNTERSENTRY']._serialized_end=336
-  _globals['_WORKERSTATUS']._serialized_start=338
-  _globals['_WORKERSTATUS']._serialized_end=454
-  _globals['_DRAINWORKERREQUEST']._serialized_start=456
-  _globals['_DRAINWORKERREQUEST']._serialized_end=512
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=514
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=535
-  _globals['_ADMINSERVICE']._serialized_start=538
-  _globals['_ADMINSERVICE']._serialized_end=712
+  _globals['_WORKERSTATUS']._serialized_start=339
+  _globals['_WORKERSTATUS']._serialized_end=489
+  _globals['_CLOCK']._serialized_start=491
+  _globals['_CLOCK']._serialized_end=533
+  _globals['_DRAINWORKERREQUEST']._serialized_start=535
+  _globals['_DRAINWORKERREQUEST']._serialized_end=591
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=593
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=614
+  _globals['_ADMINSERVICE']._serialized_start=617
+  _globals['_ADMINSERVICE']._serialized_end=791
 # @@protoc_insertion_point(module_scope)

@@ -97,26 +97,56 @@ class WorkerStatus(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     SILENT_S_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
     silent_s: _builtins.float
     """Seconds since the worker was last heard."""
     @_builtins.property
     def description(self) -> _common_pb2.WorkerDescription: ...
     @_builtins.property
     def load(self) -> _common_pb2.Load: ...
+    @_builtins.property
+    def clock(self) -> Global___Clock:
+        """Absent before the first heartbeat came back."""
+
     def __init__(
         self,
         *,
         description: _common_pb2.WorkerDescription | None = ...,
         load: _common_pb2.Load | None = ...,
         silent_s: _builtins.float = ...,
+        clock: Global___Clock | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "description", b"description", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "load", b"load", "silent_s", b"silent_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "description", b"description", "load", b"load", "silent_s", b"silent_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class Clock(_message.Message):
+    """How far a worker's monotonic clock is from the coordinator's: worker + offset_s = coordinator, give or take error_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_S_FIELD_NUMBER: _builtins.int
+    ERROR_S_FIELD_NUMBER: _builtins.int
+    offset_s: _builtins.float
+    error_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        offset_s: _builtins.float = ...,
+        error_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_s", b"error_s", "offset_s", b"offset_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Clock: _TypeAlias = Clock  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):

@@ -90,6 +90,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         )
         load = common_pb2.Load(blocks=common_pb2.BlockCounts(total=8, quarantined=2), draining=True)
         status = admin_pb2.WorkerStatus(description=about, load=load, silent_s=0.5)
+        status.clock.CopyFrom(admin_pb2.Clock(offset_s=-3.0, error_s=0.001))
         return admin_pb2.GetTopologyResponse(workers=[status])
 
 
@@ -129,6 +130,7 @@ def test_a_cluster_is_asked_for_its_workers_and_each_of_them_for_its_health(coor
     assert worker.layout == "30 layers x 3 heads of 64, bfloat16, blocks of 16"
     assert (worker.prefix_cache, worker.verify_kv, worker.draining) == (False, True, True)
     assert (worker.silent_s, worker.quarantined, worker.health) == (0.5, 2, "SERVING")
+    assert (worker.clock_offset_s, worker.clock_error_s) == (-3.0, 0.001)
     assert worker.round_trip_s is not None
     assert worker.round_trip_s > 0
     assert serves(coordinator, timeout_s=10.0)

@@ -26,6 +26,8 @@ DECODE = Worker(
     quarantined=0,
     health="SERVING",
     round_trip_s=0.0012,
+    clock_offset_s=-12.5,
+    clock_error_s=0.0004,
 )
 PREFILL = replace(DECODE, worker_id="prefill-0", role="prefill")
 
@@ -42,10 +44,15 @@ def test_a_good_cluster_is_good() -> None:
     findings = judge_cluster([PREFILL, DECODE])
     assert [(f.check, f.verdict, f.what) for f in findings] == [
         ("workers", OK, "1 prefill, 1 decode"),
-        ("prefill-0", OK, "prefill, heard 0.2 s ago, answers in 1.2 ms"),
-        ("decode-0", OK, "decode, heard 0.2 s ago, answers in 1.2 ms"),
+        ("prefill-0", OK, "prefill, heard 0.2 s ago, answers in 1.2 ms, clock known to 0.4 ms"),
+        ("decode-0", OK, "decode, heard 0.2 s ago, answers in 1.2 ms, clock known to 0.4 ms"),
     ]
-    assert findings[2].figures["clock_error_s"] == 0.0006
+    assert findings[2].figures == {
+        "silent_s": 0.2,
+        "round_trip_s": 0.0012,
+        "clock_offset_s": -12.5,
+        "clock_error_s": 0.0004,
+    }
 
 
 def test_a_role_without_workers_is_a_problem_that_says_what_to_start() -> None:
@@ -62,7 +69,13 @@ def test_a_role_without_workers_is_a_problem_that_says_what_to_start() -> None:
         ({"silent_s": 2.6}, PROBLEM, "silent: its requests move to others"),
         ({"health": "NOT_SERVING"}, PROBLEM, "says NOT_SERVING: nothing moves although there is work"),
         ({"health": "refused", "round_trip_s": None}, WARNING, "does not answer from here: refused"),
-        ({"round_trip_s": 0.08}, WARNING, "slow: its clock is known to 40 ms only"),
+        ({"round_trip_s": 0.08}, WARNING, "slow to answer"),
+        ({"clock_error_s": None}, OK, ""),
+        (
+            {"clock_error_s": 0.006},
+            WARNING,
+            "its clock is known to 6 ms only, and so are causes of late tokens",
+        ),
         ({"draining": True}, WARNING, "draining: takes nothing new"),
         ({"draining": True, "health": "NOT_SERVING"}, WARNING, "draining: takes nothing new"),
         ({"prefix_cache": False}, WARNING, "caches no prompts"),
@@ -82,10 +95,8 @@ def test_a_worker_is_judged_by_what_is_not_as_it_should_be(
 def test_everything_about_a_worker_is_said_and_the_worst_decides() -> None:
     finding = judge_worker(replace(DECODE, silent_s=5.0, prefix_cache=False))
     assert finding.verdict is PROBLEM
-    assert (
-        finding.what
-        == "decode, heard 5.0 s ago, answers in 1.2 ms; silent: its requests move to others; caches no prompts"
-    )
+    said = "silent: its requests move to others; caches no prompts"
+    assert finding.what == f"decode, heard 5.0 s ago, answers in 1.2 ms, clock known to 0.4 ms; {said}"
     assert finding.advice == "see its log, and kvrelay health 127.0.0.1:7001; start it without --no-prefix-cache"
 
 
