@@ -32,16 +32,20 @@ def doctor(
     """
     if target:
         _require_address(target)
-    findings = list(_shown(target, config, json_output))
+    from kvrelay.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED
     from kvrelay.doctor.finding import Verdict, worst
 
+    try:
+        findings = list(_shown(target, config, json_output))
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     verdict = worst(findings)
     if json_output:
         _print_json(verdict, findings)
     else:
         counts = ", ".join(f"{sum(f.verdict is v for f in findings)} {v}" for v in Verdict)
         print(f"\n{len(findings)} checks: {counts}")
-    raise typer.Exit(1 if verdict is Verdict.PROBLEM else 0)
+    raise typer.Exit(EXIT_FAILED if verdict is Verdict.PROBLEM else 0)
 
 
 def _shown(target: str, config: str, quiet: bool) -> Iterator[Finding]:
