@@ -134,12 +134,14 @@ def _tokens(recording: Recording, lives: Sequence[WorkerLife]) -> Tokens:
     counts, heads, exposed = [], [], []
     arrived, sent, step_ids = [np.empty(0)], [np.empty(0)], [np.empty(0, dtype=np.int64)]
     for number, request in enumerate(recording.requests):
-        pushed = {piece.attempt: piece.exposed_s for piece in request.pieces if piece.name == names.SPAN_PUSH}
+        pushes = [piece for piece in request.pieces if piece.name == names.SPAN_PUSH]
+        pushed = {(piece.attempt, piece.sequence): piece.exposed_s for piece in pushes}
         for part in request.segments:
             counts.append(len(part.offsets_s))
             life = places.get((part.worker, part.incarnation), -1)
             heads.append((number, part.sequence, part.attempt, part.first_index, life))
-            exposed.append(pushed.get(part.attempt, 0.0))
+            common = pushed.get((part.attempt, None), 0.0)  # one push for all sequences of a prompt
+            exposed.append(pushed.get((part.attempt, part.sequence), common))
             arrived.append(part.offsets_s)
             sent.append(part.sent_s)
             step_ids.append(part.step_ids)

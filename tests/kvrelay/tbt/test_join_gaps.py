@@ -110,6 +110,19 @@ def test_the_exposed_part_of_a_push_is_waiting_for_kv(tmp_path: Path) -> None:
     assert causes(made, 0) == {"kv_wait": 0.05, "base_compute": 0.01}
 
 
+def test_sequences_of_one_prompt_share_its_push_and_one_that_moved_has_its_own(tmp_path: Path) -> None:
+    made = joined(
+        tmp_path,
+        otlp.root("r", "1"),
+        otlp.piece("kv.push", "1", 0.0, 0.2, "p0", **{"kvrelay.push.exposed_s": 0.05}),
+        otlp.piece("kv.push", "1", 0.3, 0.4, "p0", 1, **{"kvrelay.push.exposed_s": 0.02, "kvrelay.sequence": 1}),
+        otlp.decode("1", [0.1], [0], sequence=0),
+        otlp.decode("1", [0.1], [0], sequence=1),
+        otlp.decode("1", [0.5], [9], first_index=1, sequence=1, attempt=1),
+    )
+    assert made.tokens.exposed_s.tolist() == [0.05, 0.05, 0.02]
+
+
 def random_steps(chance: random.Random, count: int) -> list[dict[str, float]]:
     now, records = 5.0, []
     for number in range(count):
