@@ -15,11 +15,13 @@ land and run, and gives that back at the end.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from decode_svc.attempt import DecodeAttempt, DecodeParts, spec_of
-from decode_svc.grants import PoolRoom, next_grant
+from decode_svc.grants import MAX_PASSING_S, PoolRoom, next_grant
 from decode_svc.running import Running
 from engine.plan import Plan, Result
+from engine.prefix_cache import Entry
 from kvrelay.blocks import BlockTable, Ticket, blocks_for
 from kvrelay.fault_points import fault_point
 from kvrelay.liveness import SteadyClock
@@ -49,6 +51,8 @@ from worker.refusals import refuse_work, refused
 from worker.step_notes import StepTimes
 
 MAX_WAITING_RESERVES = 1024
+MATCHED_AHEAD = 4
+"""So many of the waiting reserves are matched with the cache to see whether they fit."""
 
 
 class DecodeCore:
@@ -86,7 +90,7 @@ class DecodeCore:
         elif isinstance(event, CommandReceived) and isinstance(event.command, Reserve):
             self._reserve(event, event.command, now)
         elif isinstance(event, CommandReceived) and isinstance(event.command, Start):
-            self._start(event, event.command)
+            self._start(event, event.command, now)
         else:
             self._desk.handle(event, now)
 
@@ -113,7 +117,7 @@ class DecodeCore:
         refusal = refuse_work(work, self._p.max_context, self._p.vocab_size, self._desk.draining)
         if refusal is not None:
             return refusal
-        if len(self._waiting) >= MAX_WAITING_RESERVES:
+        if len(self._waiting) + self._p.scheduler.num_waiting >= MAX_WAITING_RESERVES:
             return refused(work, "ResourceExhausted", "too many reserves wait", retry_after_s=1.0)
         if not self._p.scheduler.fits_alone(spec_of(key, work)):
             return refused(work, "InvalidArgument", f"does not fit {self._p.pool.num_blocks} blocks", "max_tokens")
@@ -121,11 +125,14 @@ class DecodeCore:
 
     def _grant(self, now: float) -> None:
         """Give blocks to waiting reserves while there is room."""
+        keep = self._p.scheduler.room
         while self._waiting:
-            counts = self._p.pool.counts()
-            room = PoolRoom(counts.total, self._p.scheduler.spare_blocks, counts.reserved + counts.quarantined)
             blocked_s = 0.0 if self._head_since is None else now - self._head_since
-            i = next_grant([a.need for a in self._waiting], room, blocked_s)
+            keep.kept = self._waiting[0].need if blocked_s >= MAX_PASSING_S else 0
+            counts = self._p.pool.counts()
+            promised = counts.reserved + counts.quarantined + sum(a.num_pinned for a in self._desk.attempts)
+            room = PoolRoom(counts.total, self._p.scheduler.spare_blocks, promised)
+            i = next_grant(self._needs(room), room, blocked_s)
             if i is None:
                 self._head_since = now if self._head_since is None else self._head_since
                 return
@@ -136,14 +143,29 @@ class DecodeCore:
             attempt = self._waiting[i]
             del self._waiting[i]
             self._issue(attempt, now)
-        self._head_since = None
+        self._head_since, keep.kept = None, 0
+
+    def _needs(self, room: PoolRoom) -> Iterator[int]:
+        """Blocks that each waiting reserve would take out of what is free. For the first ones that do not fit whole,
+        what is cached and held by others anyway does not count."""
+        for i, attempt in enumerate(self._waiting):
+            if room.fits(attempt.need) or i >= MATCHED_AHEAD:
+                yield attempt.need
+            else:
+                found = self._found(attempt)
+                yield attempt.need - len(found) + self._p.pool.num_cached(found)
+
+    def _found(self, attempt: DecodeAttempt) -> list[Entry]:
+        prefixes = self._p.scheduler.prefixes
+        if attempt.prefix is None:
+            attempt.prefix = prefixes.of(spec_of(attempt.key, attempt.work))
+        return [] if attempt.prefix is None else prefixes.find(attempt.prefix, attempt.work.token_ids)
 
     def _issue(self, attempt: DecodeAttempt, now: float) -> None:
         """What is cached is held before anything is reserved: a reserve may evict."""
         self._epoch += 1
-        prefixes, token_ids = self._p.scheduler.prefixes, attempt.work.token_ids
-        attempt.prefix = prefixes.of(spec_of(attempt.key, attempt.work))
-        found = prefixes.find(attempt.prefix, token_ids) if attempt.prefix is not None else []
+        found = self._found(attempt)
+        attempt.num_pinned = self._p.pool.num_cached(found)
         held = self._p.pool.hold(found)
         reserved = self._p.pool.reserve(attempt.need - len(held), self._epoch)
         assert reserved is not None, "a granted reserve found no blocks"
@@ -187,20 +209,28 @@ class DecodeCore:
         assert attempt is not None and attempt.ticket is not None, f"{key} landed and is not here"
         attempt.landed = True
         attempt.block_ids = attempt.ticket.table.block_ids
+        attempt.num_pinned = 0
         if attempt.prefix is not None:
-            self._p.scheduler.prefixes.publish_table(attempt.prefix, attempt.work.token_ids, attempt.block_ids)
+            publish = self._p.scheduler.prefixes.publish_table
+            attempt.published = publish(attempt.prefix, attempt.work.token_ids, attempt.block_ids)
         self._desk.tell(key, Landed(attempt.work.request_id, attempt.work.attempt))
         self._run_if_ready(attempt)
 
-    def _start(self, event: CommandReceived, command: Start) -> None:
+    def _start(self, event: CommandReceived, command: Start, now: float) -> None:
+        """A sequence that its first token ends is over now: no Abort of it comes, and the blocks may never land."""
         attempt = self._desk.attempts.get(key_of(event.session, command.request_id, command.attempt))
-        if attempt is None or attempt.running:
+        if attempt is None or attempt.running or attempt.first_tokens:
             return
         if len(command.first_tokens) != attempt.work.n:
             self._desk.counters["bad_start"] += 1
             return
         attempt.first_tokens = command.first_tokens
-        self._run_if_ready(attempt)
+        stop, index = attempt.work.stop, attempt.num_tokens - attempt.work.num_prompt_tokens
+        attempt.sequences -= {s for s, t in enumerate(command.first_tokens) if stop.finish_of(index, t) is not None}
+        if attempt.sequences:
+            self._run_if_ready(attempt)
+        else:
+            self._drop(attempt, now)
 
     def _run_if_ready(self, attempt: DecodeAttempt) -> None:
         """Runnable when landed and started."""
@@ -239,6 +269,8 @@ class DecodeCore:
         if attempt.running:
             self._running.drop(attempt)
         elif attempt.ticket is None:
+            if self._waiting[0] is attempt:
+                self._head_since = None
             self._waiting.remove(attempt)
         elif not attempt.landed:
             self._carry_out(self._p.table.abort(attempt.ticket.epoch, self._steady.at(now)), now)

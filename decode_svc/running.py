@@ -18,6 +18,8 @@ from worker.attempts import whole
 from worker.compute_notes import ComputeNotes
 from worker.desk import Desk
 
+DECAY = 0.95
+
 
 class Running:
     def __init__(self, parts: DecodeParts, desk: Desk[DecodeAttempt]) -> None:
@@ -25,6 +27,8 @@ class Running:
         self._desk = desk
         self._computing: dict[SequenceKey, ComputeNotes] = {}
         """Of attempts whose prompt is computed here and has no token yet."""
+        self._seconds = self._tokens = 0.0
+        """Of the last steps, older ones counting less: what a token costs, most of all in steps with many."""
 
     def compute(self, attempt: DecodeAttempt, now: float) -> None:
         """Local prefill: the prompt joins the batch."""
@@ -40,13 +44,10 @@ class Running:
         return attempt.running and (notes is None or notes.started_at is not None)
 
     def start(self, attempt: DecodeAttempt) -> None:
-        """Those of its sequences go on whose first token was not their last; they share what is computed."""
+        """Those of its sequences go on that are not over; they share what is computed."""
         attempt.running = True
         block_ids, attempt.block_ids = attempt.block_ids, ()
-        stop, index = attempt.work.stop, attempt.num_tokens - attempt.work.num_prompt_tokens
-        tokens = attempt.first_tokens
-        running = [s for s in sorted(attempt.sequences) if stop.finish_of(index, tokens[s]) is None]
-        attempt.sequences = set(running)
+        tokens, running = attempt.first_tokens, sorted(attempt.sequences)
         filled = block_ids[: blocks_for(attempt.num_tokens, self._p.layout.block_size)]
         for sequence in running:
             first = sequence == running[0]
@@ -58,11 +59,9 @@ class Running:
                 block_ids=block_ids if first else filled,
                 num_computed=attempt.num_tokens,
                 prefix=attempt.prefix,
+                published=attempt.published,
                 shared=len(running) > 1,
             )
-        if not running:
-            self._p.pool.release(block_ids)
-            self._desk.attempts.remove(attempt.key)
 
     def drop(self, attempt: DecodeAttempt) -> None:
         self._computing.pop(attempt.key, None)
@@ -77,9 +76,10 @@ class Running:
 
     def note_step(self, plan: Plan, planned_at: float, now: float) -> None:
         """What computing costs is what computing again would cost."""
-        room, took = self._p.scheduler.room, (now - planned_at) / plan.num_tokens
-        before = room.costs.compute_s
-        room.costs = replace(room.costs, compute_s=took if not before else 0.9 * before + 0.1 * took)
+        room = self._p.scheduler.room
+        self._seconds = DECAY * self._seconds + now - planned_at
+        self._tokens = DECAY * self._tokens + plan.num_tokens
+        room.costs = replace(room.costs, compute_s=self._seconds / self._tokens)
         if room.num_copied:
             self._desk.counters["blocks_copied"] = room.num_copied
         for rows in plan.slices if self._computing else ():
@@ -98,8 +98,7 @@ class Running:
             counters["preempted_swap" if event.swapped else "preempted_recompute"] += 1
         elif isinstance(event, Matched):
             notes = self._computing.get(event.key)
-            if notes is not None:
-                notes.matched(event.num_tokens)
+            if notes is not None and notes.matched(event.num_tokens):
                 counters["matched_tokens"] += event.num_tokens
 
     def _sampled(self, event: Sampled, now: float) -> None:

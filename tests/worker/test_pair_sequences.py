@@ -84,6 +84,24 @@ def test_a_sequence_that_is_given_up_at_any_moment_harms_no_other(
     assert said == references[sequence][: len(said)]
 
 
+def test_a_sequence_that_its_first_token_ends_holds_no_blocks_for_the_others_that_are_given_up(pair: Pair) -> None:
+    """Prefill dies before it has opened the ticket, and nothing ever ends one that nobody opened but its attempt."""
+    work = replace(make_work("a", 40, 20, seed=1), n=2)
+    firsts = [reference[0] for reference in hash_references(work)]
+    assert firsts[0] != firsts[1]
+    pair.hold_links = True
+    request = pair.submit(replace(work, stop=StopRule(20, frozenset({firsts[0]}))))
+    while not request.started:
+        pair.turn()
+    pair.turn()
+    assert pair.decode.load(pair.now).blocks.reserved == 3
+    pair.lose_prefill()
+    pair.abort_sequence("a", 1)
+    pair.turn()
+    assert pair.decode.load(pair.now).blocks.reserved == 0
+    assert not list(pair.decode._desk.attempts)
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_with_its_last_sequence_an_attempt_is_over(pair: Pair, local: bool) -> None:
     request = pair.submit(replace(make_work("a", 40, 500, seed=5), n=2), local=local)
