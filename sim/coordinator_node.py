@@ -9,14 +9,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
 from coordinator.output import OutputText
 from coordinator.registry import Served
 from coordinator.roster import Roster
-from coordinator.service import TENANT
 from coordinator.session_wire import LIST_DEADLINE_S
 from coordinator.states import RequestFacts
 from coordinator.stream import ErrorItem, FinishItem
@@ -109,8 +108,8 @@ class CoordinatorNode:
             cache_salt=ask.cache_salt,
             n=ask.n,
             prefix_cache=ask.prefix_cache,
-            keys=self._keys(ask),
         )
+        facts = replace(facts, keys=self._keys(facts))
         self.dispatcher.check_room(ask.stop.max_tokens != 1)
         text, *more = [
             OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids) for _ in range(ask.n)
@@ -127,12 +126,12 @@ class CoordinatorNode:
         finally:
             self.dispatcher.leave(live.id)
 
-    def _keys(self, ask: Ask) -> tuple[BlockKey, ...]:
+    def _keys(self, facts: RequestFacts) -> tuple[BlockKey, ...]:
         """As the service makes them."""
-        if not ask.prefix_cache or not self.dispatcher.routes_by_keys:
+        if not facts.prefix_cache or not self.dispatcher.routes_by_keys:
             return ()
-        scope = KeyScope(TENANT, builtin_identity("hash").fingerprint, cache_salt=ask.cache_salt)
-        return block_keys(scope, ask.prompt_ids, self.roster.block_size)
+        scope = KeyScope(facts.tenant, builtin_identity("hash").fingerprint, cache_salt=facts.cache_salt)
+        return block_keys(scope, facts.prompt_ids, self.roster.block_size)
 
     @staticmethod
     async def _stream(live: Live, end: End) -> None:
