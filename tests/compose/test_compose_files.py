@@ -14,6 +14,7 @@ from support.compose import (
     OWN_IMAGE,
     PROFILES,
     REPOSITORY,
+    config_of,
     document,
     own_services,
     seconds,
@@ -24,11 +25,8 @@ from support.compose import (
 from coordinator.main import GRACE_S, LAST_WORDS_S
 from kvrelay.cli import health
 from kvrelay.cli.role_names import ROLES
-from kvrelay.cli.roles import build_parser
-from kvrelay.config import CoordinatorConfig, WorkerConfig
-from kvrelay.config_load import load_coordinator, load_worker
+from kvrelay.config import WorkerConfig
 from kvrelay.models.catalog import find
-from kvrelay.requests import Role
 
 PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
 SECRET = re.compile(r"PASSW|SECRET|TOKEN|CREDENTIAL|PRIVATE|API_?KEY", re.IGNORECASE)
@@ -38,18 +36,6 @@ WITHOUT_HEALTH = {
 }
 EVERY = sorted(services())
 OWN = sorted(own_services())
-
-
-def config_of(service: dict[str, Any]) -> CoordinatorConfig | WorkerConfig:
-    """What the process will run with: its command line over its environment, read as the process itself does."""
-    role, *flags = service["command"]
-    options = vars(build_parser(role).parse_args(flags))
-    del options["parent_pid"], options["config"]
-    env = {key: value for key, value in service["environment"].items() if key.startswith("KVRELAY_")}
-    if role == "coordinator":
-        return load_coordinator(options, env=env)
-    options["coordinators"] = ",".join(options["coordinators"])
-    return load_worker(Role(role), options, env=env)
 
 
 def roles(profile: str = "") -> dict[str, dict[str, Any]]:
@@ -147,9 +133,9 @@ def test_workers_wait_for_their_coordinator_and_are_reached_by_the_name_that_the
 
 
 def test_two_processes_of_one_network_never_listen_on_one_address():
-    for profile in ("gpu-infiniband",):
-        addresses = [config_of(s).listen for s in roles(profile).values()]
-        assert len(set(addresses)) == len(addresses)
+    configs = [config_of(service) for service in roles("gpu-infiniband").values()]
+    addresses = [address for config in configs for address in (config.listen, config.metrics)]
+    assert len(set(addresses)) == len(addresses) == 6
 
 
 @pytest.mark.parametrize("profile", ["gpu", "gpu-infiniband"])

@@ -9,6 +9,11 @@ from typing import Any
 
 import yaml
 
+from kvrelay.cli.roles import build_parser
+from kvrelay.config import CoordinatorConfig, WorkerConfig
+from kvrelay.config_load import load_coordinator, load_worker
+from kvrelay.requests import Role
+
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "compose"
 PROFILES = ("cpu", "gpu", "gpu-infiniband", "observability")
@@ -58,3 +63,15 @@ def seconds(duration: str) -> float:
     parts = re.findall(r"(\d+)(h|m|s)", duration)
     assert parts, duration
     return sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
+
+
+def config_of(service: dict[str, Any]) -> CoordinatorConfig | WorkerConfig:
+    """What the process will run with: its command line over its environment, read as the process itself does."""
+    role, *flags = service["command"]
+    options = vars(build_parser(role).parse_args(flags))
+    del options["parent_pid"], options["config"]
+    env = {key: value for key, value in service["environment"].items() if key.startswith("KVRELAY_")}
+    if role == "coordinator":
+        return load_coordinator(options, env=env)
+    options["coordinators"] = ",".join(options["coordinators"])
+    return load_worker(Role(role), options, env=env)
