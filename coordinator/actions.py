@@ -13,6 +13,7 @@ from coordinator import events as ev
 from coordinator.live import Live
 from coordinator.records import finish_item
 from coordinator.roster import Roster
+from coordinator.steps_heard import StepsHeard
 from coordinator.stream import ErrorItem, TokenItem
 from coordinator.waiting import WaitingLine
 from kvrelay.errors import Internal
@@ -45,18 +46,20 @@ class Actions:
         requests: dict[RequestId, Live],
         counters: Counter[str],
         owner: ActionsOwner,
+        steps: StepsHeard,
     ) -> None:
         self._roster = roster
         self._queue = queue
         self._requests = requests
         self._counters = counters
         self._owner = owner
+        self._steps = steps
 
     def carry_out(self, live: Live, action: ev.Action, now: float) -> None:
         CARRY_OUT[type(action)](self, live, action, now)
 
     def _emit(self, live: Live, action: ev.Emit, now: float) -> None:
-        live.journal.append(action.index, action.token_id, now)
+        live.journal.append(action.index, action.token_id, now, self._steps.current)
         item = TokenItem(action.index, action.token_id, live.pending_text, now - live.times.accepted_at, live.sequence)
         live.too_slow = not live.stream.put(item)
 

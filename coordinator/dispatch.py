@@ -29,6 +29,7 @@ from coordinator.records import keep_computed, keep_pushed
 from coordinator.roster import Roster
 from coordinator.router import Rules
 from coordinator.states import Phase, RequestFacts, State, Tries
+from coordinator.steps_heard import StepsHeard
 from coordinator.stream import StreamBuffer
 from coordinator.views import Share
 from coordinator.waiting import WaitingLine
@@ -46,8 +47,9 @@ STUCK_READER_S = 30.0
 
 
 class Dispatcher:
-    def __init__(self, config: CoordinatorConfig, roster: Roster) -> None:
+    def __init__(self, config: CoordinatorConfig, roster: Roster, steps: StepsHeard | None = None) -> None:
         self._config = config
+        self.steps = steps or StepsHeard()
         self._roster = roster
         self._live: dict[RequestId, Live] = {}
         self._open: dict[RequestId, StreamBuffer] = {}
@@ -58,7 +60,7 @@ class Dispatcher:
         self._admission = Admission(config)
         self._placing = Placing(roster, self._queue, self._admission, self._feed)
         self.counters: Counter[str] = Counter()
-        self._actions = Actions(roster, self._queue, self._live, self.counters, self)
+        self._actions = Actions(roster, self._queue, self._live, self.counters, self, self.steps)
         roster.owner = self
 
     @property
@@ -128,6 +130,7 @@ class Dispatcher:
     # RosterOwner
 
     def on_report(self, worker: WorkerId, report: Report) -> None:
+        self.steps.heard(worker, report)
         for reserved in report.reserved:
             self._answered(worker, reserved)
             self.feed_id(reserved.request_id, ev.ReservedBy(worker, reserved.attempt, reserved.ticket))
@@ -141,8 +144,11 @@ class Dispatcher:
             fault_point("coordinator.token")
             now = time.monotonic()
             self._firsts.clear()
-            for token in report.tokens:
-                self._token(worker, token, now)
+            steps = self.steps
+            for step, tokens in steps.runs(worker, report.tokens):
+                steps.current = step
+                for token in tokens:
+                    self._token(worker, token, now)
         for landed in report.landed:
             self._feed_all(landed.request_id, ev.LandedAt(worker, landed.attempt))
         for pushed in report.pushed:
@@ -153,6 +159,7 @@ class Dispatcher:
             self.on_change()
 
     def on_worker_lost(self, worker: WorkerId, why: str) -> None:
+        self.steps.lost(worker)
         self._placing.look(time.monotonic())
         for live in list(self._live.values()):
             placement = live.state.placement
@@ -292,6 +299,7 @@ class Dispatcher:
         kind = type(event)
         if kind is ev.ReservedBy and live.state.phase is not before:
             live.attempt.reserved_at = now
+            live.attempt.steps = self.steps.of(event.worker)  # type: ignore[union-attr]  # a ReservedBy
             ticket = event.ticket  # type: ignore[union-attr]  # a ReservedBy
             live.attempt.num_cached_blocks = ticket.num_cached_blocks if ticket is not None else 0
         elif kind is ev.LandedAt and live.state.landed and live.attempt.landed_at is None:

@@ -12,6 +12,7 @@ from coordinator.events import Loss, Placement
 from coordinator.journal import Journal
 from coordinator.output import OutputText
 from coordinator.states import RequestFacts, State
+from coordinator.steps_heard import WorkerSteps
 from coordinator.stream import StreamBuffer
 from coordinator.views import Want
 from kvrelay.requests import FinishReason, RequestId
@@ -52,6 +53,8 @@ class Attempt:
     prefill_gone: bool = False
     loss: Loss | None = None
     lost_at: float | None = None
+    steps: WorkerSteps | None = None
+    """Of the decode worker."""
 
 
 @dataclass(slots=True)

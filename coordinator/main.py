@@ -15,16 +15,19 @@ from collections.abc import Callable
 from uuid import uuid4
 
 import structlog
-from opentelemetry.trace import TracerProvider
+from opentelemetry.trace import NoOpTracerProvider
 
 from coordinator.admin_service import AdminService
 from coordinator.dispatch import Dispatcher
+from coordinator.metrics import CoordinatorMetrics
 from coordinator.model_facts import ServedModel, load_model
 from coordinator.model_service import ModelService
 from coordinator.registry import Served
 from coordinator.registry_service import RegistryService
 from coordinator.roster import Roster
 from coordinator.service import InferenceService
+from coordinator.steps_heard import StepsHeard
+from coordinator.telling import Telling
 from coordinator.text import Tokenizing
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import KVRelayError, Unavailable
@@ -32,10 +35,13 @@ from kvrelay.requests import Role
 from kvrelay.rpc.interceptors import GENERATE, TracingInterceptor
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
-from kvrelay.telemetry import logging, names, tracing
+from kvrelay.telemetry import logging, tracing
+from kvrelay.telemetry.metrics import MetricsServer
 from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, registry_pb2_grpc
 
 log = structlog.get_logger("coordinator")
+
+NOT_TRACED = tracing.Tracing(NoOpTracerProvider())
 
 EXIT_CONFIG = 78
 """The model cannot be served: starting again would not help."""
@@ -67,9 +73,9 @@ def _failed(error: KVRelayError, code: int) -> int:
 
 
 async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callable[[str], None]) -> int:
-    telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint)
+    telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint, config.trace_ratio)
     try:
-        coordinator = Coordinator(config, model, telemetry.provider)
+        coordinator = Coordinator(config, model, telemetry)
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -84,20 +90,24 @@ async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callabl
 class Coordinator:
     """All parts of one coordinator on one event loop. `start`, then `serve` or `stop`."""
 
-    def __init__(self, config: CoordinatorConfig, model: ServedModel, provider: TracerProvider) -> None:
+    def __init__(self, config: CoordinatorConfig, model: ServedModel, traced: tracing.Tracing = NOT_TRACED) -> None:
         self._config = config
-        served = Served(model.identity, config.executor)
-        self.roster = Roster(uuid4().hex, served)
-        self.dispatcher = Dispatcher(config, self.roster)
+        served, tells = Served(model.identity, config.executor), traced.is_on or bool(config.metrics)
+        self.roster = Roster(uuid4().hex, served, wants_steps=tells)
+        self.dispatcher = Dispatcher(config, self.roster, StepsHeard(keep=traced.is_on))
+        self._telling = Telling(
+            traced, self.dispatcher.steps, self.roster.clock_of, slow_s=config.trace_slow_s, measures=tells
+        )
+        self._metrics = CoordinatorMetrics(self.dispatcher, self.roster, self._telling.figures, traced)
+        self._metrics_server: MetricsServer | None = None
         self._tokenizing = Tokenizing(model.codec)
         self._tasks: list[asyncio.Task[None]] = []
         self.server = RpcServer(
-            max_receive_bytes=config.max_request_bytes + MESSAGE_MARGIN, interceptors=[TracingInterceptor(provider)]
+            max_receive_bytes=config.max_request_bytes + MESSAGE_MARGIN,
+            interceptors=[TracingInterceptor(traced.provider)],
         )
         self.server.edge.doors[GENERATE] = self.dispatcher.refusal
-        inference = InferenceService(
-            model, self._tokenizing, self.dispatcher, self.roster, provider.get_tracer(names.TRACER)
-        )
+        inference = InferenceService(model, self._tokenizing, self.dispatcher, self.roster, self._telling)
         self.server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference, INFERENCE)
         self.server.add(
             model_pb2_grpc.add_ModelServiceServicer_to_server,
@@ -118,6 +128,8 @@ class Coordinator:
     async def start(self) -> str:
         """Binds and serves; returns HOST:PORT with the real port. FailedPrecondition names a port in use."""
         port = self.server.bind(self._config.listen)
+        if self._config.metrics:
+            self._metrics_server = MetricsServer(self._config.metrics, self._metrics.collect)
         await self.server.start()
         for name in self.server.services:
             await self.server.set_ready(name != INFERENCE, name)
@@ -126,6 +138,7 @@ class Coordinator:
             loop.create_task(self.roster.run(), name="roster"),
             loop.create_task(self.dispatcher.run(), name="dispatcher"),
             loop.create_task(self._keep_readiness(), name="readiness"),
+            loop.create_task(self._telling.run(), name="telling"),
         ]
         return f"{self._config.listen.rpartition(':')[0]}:{port}"
 
@@ -149,7 +162,11 @@ class Coordinator:
         await stopped
         for task in self._tasks:
             task.cancel()
+        self._telling.tell_steps()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+            self._metrics_server = None
         self._tokenizing.close()
 
     async def _keep_readiness(self) -> None:

@@ -16,6 +16,7 @@ import structlog
 
 from coordinator import registry as rg
 from coordinator.cached_blocks import CachedBlocks
+from coordinator.clock_offset import Offset
 from coordinator.loads import WorkerLoad
 from coordinator.session_wire import Dial, ListBlocks, dial_worker, list_blocks
 from coordinator.sessions import WorkerSession
@@ -47,6 +48,7 @@ class Roster:
         served: rg.Served,
         dial: Dial = dial_worker,
         list_blocks: ListBlocks = list_blocks,
+        wants_steps: bool = False,
     ) -> None:
         self.coordinator_id = coordinator_id
         self.owner: RosterOwner | None = None
@@ -58,6 +60,7 @@ class Roster:
         self._loads: dict[WorkerId, WorkerLoad] = {}
         self._cached = CachedBlocks(list_blocks)
         self._dial_worker = dial
+        self._wants_steps = wants_steps
         self._serial = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -84,6 +87,11 @@ class Roster:
         """(description, last load, seconds of silence) of all workers with a session, by id."""
         pairs = ((self._sessions[w], load) for w, load in sorted(self._loads.items()))
         return [(load.description, load.load, session.silent_s()) for session, load in pairs]
+
+    def clock_of(self, worker: WorkerId) -> Offset | None:
+        """How far its clock is from ours; None before it is known."""
+        session = self._sessions.get(worker)
+        return None if session is None else session.clock.best()
 
     def snapshot(self) -> Snapshot:
         leaving = {w for w, known in self._state.workers.items() if known.leaving}
@@ -225,7 +233,9 @@ class Roster:
     def _dial(self, description: WorkerDescription) -> None:
         worker = description.worker_id
         assert worker not in self._sessions, "one session per worker"
-        self._sessions[worker] = WorkerSession(description, self.coordinator_id, self, self._dial_worker)
+        self._sessions[worker] = WorkerSession(
+            description, self.coordinator_id, self, self._dial_worker, self._wants_steps
+        )
         self._sessions[worker].start()
 
     def _hang_up(self, action: rg.Hangup) -> None:

@@ -18,8 +18,6 @@ from uuid import uuid4
 
 import grpc
 import structlog
-from opentelemetry import trace
-from opentelemetry.trace import Tracer
 
 from coordinator import validate
 from coordinator.dispatch import Dispatcher
@@ -29,14 +27,13 @@ from coordinator.output import OutputText
 from coordinator.roster import Roster
 from coordinator.states import RequestFacts
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
+from coordinator.telling import Telling
 from coordinator.text import Tokenizing
-from coordinator.traces import trace_of
 from coordinator.validate import Limits, RawRequest
 from kvrelay.blocks import BlockKey, KeyScope
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.requests import FinishReason, RequestId
 from kvrelay.rpc.status import to_grpc_status
-from kvrelay.telemetry.request_trace import build_request_spans
 from kvrelay.telemetry.tracing import traceparent_of
 from kvrelay.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -55,13 +52,13 @@ CUT_S = 0.5
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
-        self, model: ServedModel, tokenizing: Tokenizing, dispatcher: Dispatcher, roster: Roster, tracer: Tracer
+        self, model: ServedModel, tokenizing: Tokenizing, dispatcher: Dispatcher, roster: Roster, telling: Telling
     ) -> None:
         self._model = model
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
         self._roster = roster
-        self._tracer = tracer
+        self._telling = telling
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -79,6 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         detokenizer, silent_ids = self._model.codec.detokenizer, facts.stop.stop_token_ids
         text, *more = (OutputText(detokenizer(), raw.stop, silent_ids) for _ in range(facts.n))
         live = self._dispatcher.submit(facts, text, times, tuple(more))
+        self._telling.started()
         gone = functools.partial(self._gone, live.id)
         context.add_done_callback(gone)  # type: ignore[arg-type]  # the stubs want a class, the library any callable
         try:
@@ -87,8 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     yield message
         finally:
             self._dispatcher.leave(live.id)
-            if trace.get_current_span().is_recording():
-                build_request_spans(self._tracer, trace_of(live, limits.model_id, time.monotonic()))
+            self._telling.ended(live, limits.model_id, time.monotonic())
 
     def _gone(self, request_id: RequestId, _: Context) -> None:
         self._dispatcher.leave(request_id)
@@ -97,17 +94,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The messages of one stream; raises its error. A reader that is cut off gets its status from here."""
         stream, task = live.stream, asyncio.current_task()
         message = accepted_message(live, self._model.identity.model_id)
-        open_sequences = live.facts.n
+        open_sequences, journal = live.facts.n, None
         try:
             while True:
                 stream.writing(task)
                 yield message
-                stream.writing(None)
+                written = stream.writing(None)
+                if journal is not None:
+                    journal.sent.append(written)
+                    journal = None
                 if not open_sequences:
                     return
                 item = await stream.take()
                 if type(item) is TokenItem:
                     message = token_message(item)
+                    journal = live.children[item.sequence].journal if live.children else live.journal
                 elif type(item) is FinishItem:
                     message = finished_message(item, live)
                     open_sequences -= 1

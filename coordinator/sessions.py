@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import structlog
 
+from coordinator.clock_offset import ClockOffset
 from coordinator.outbox import CommandOutbox
 from coordinator.session_wire import Dial, SessionCall
 from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
@@ -46,7 +47,14 @@ class SessionOwner(Protocol):
 class WorkerSession:
     """`start` once; `close` ends it and then `session_down` is not called."""
 
-    def __init__(self, description: WorkerDescription, coordinator_id: str, owner: SessionOwner, dial: Dial) -> None:
+    def __init__(
+        self,
+        description: WorkerDescription,
+        coordinator_id: str,
+        owner: SessionOwner,
+        dial: Dial,
+        wants_steps: bool = False,
+    ) -> None:
         self.description = description
         self.dialled = description.incarnation
         self.id = SessionId(uuid4().hex)
@@ -59,6 +67,8 @@ class WorkerSession:
         self._window = Liveness.start(COORDINATOR_GIVES_UP_S, now)
         self._welcomed = False
         self._seq = 0
+        self._wants_steps = wants_steps
+        self.clock = ClockOffset()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -111,7 +121,9 @@ class WorkerSession:
 
     async def _read(self, call: SessionCall) -> None:
         while (report := await call.read()) is not None:
-            self._window = self._window.heard(time.monotonic())
+            now = time.monotonic()
+            self._window = self._window.heard(now)
+            self.clock.heard(report.heartbeat_seq, report.heartbeat_at_s, report.sent_at_s, now)
             if not self._welcomed:
                 self._welcome(report)
             self._owner.session_report(self, report)
@@ -127,7 +139,7 @@ class WorkerSession:
         self._owner.session_up(self, report.welcome)
 
     async def _write(self, call: SessionCall) -> None:
-        await call.write(Hello(self._coordinator_id, self.id))
+        await call.write(Hello(self._coordinator_id, self.id, steps=self._wants_steps))
         while True:
             await self._something.wait()
             self._something.clear()
@@ -144,4 +156,5 @@ class WorkerSession:
             if self._outbox.full:
                 raise Unavailable("the worker does not read its commands")
             self._seq += 1
+            self.clock.sent(self._seq, now)
             self.send(Heartbeat(self._seq, now))

@@ -94,10 +94,11 @@ class StreamBuffer:
             self._bytes -= ITEM_BYTES + len(item.text)
         return item
 
-    def writing(self, task: asyncio.Task[object] | None) -> None:
-        """The handler says which task is about to write, and None when it has written."""
+    def writing(self, task: asyncio.Task[object] | None) -> float:
+        """The handler says which task is about to write, and None when it has written. The time of it."""
         self._writer = task
-        self._writing_since = time.monotonic()
+        self._writing_since = now = time.monotonic()
+        return now
 
     def stuck_s(self, now: float) -> float:
         """How long the write under way has taken; 0 without one."""

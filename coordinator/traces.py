@@ -5,45 +5,51 @@ Durations that a worker measured are laid where our own clock saw their beginnin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.live import Attempt, Live
-from kvrelay.telemetry.request_trace import AttemptTrace, Chunk, Interval, RequestTrace
+from kvrelay.telemetry.request_trace import AttemptTrace, Chunk, Interval, Late, RequestTrace
 
 
-def trace_of(live: Live, model: str, now: float) -> RequestTrace:
-    """The record of a request at its end; also of one that was cut off (`now` is then its end)."""
+def trace_of(live: Live, model: str, now: float, late: Mapping[int, tuple[Late, ...]] | None = None) -> RequestTrace:
+    """The record of a request at its end; also of one that was cut off (`now` is then its end).
+
+    late: gaps of each sequence that are worth an event, by its number.
+    """
     return RequestTrace(
         request_id=live.id,
         accepted_ns=live.times.accepted_ns,
-        outcome=_outcome(live),
-        attempts=_forked(live, now) if live.children else _attempts(live, now),
+        outcome=outcome_of(live),
+        attempts=_forked(live, now, late or {}) if live.children else _attempts(live, now, (late or {}).get(0, ())),
         model=model,
         prompt_tokens=len(live.facts.prompt_ids),
         cached_tokens=live.cached_tokens,
+        accepted_s=live.times.accepted_at,
     )
 
 
-def _outcome(live: Live) -> str:
+def outcome_of(live: Live) -> str:
     """Of n sequences that of the first one that failed, or of the first one."""
     outcomes = [one.outcome or "Cancelled" for one in live.children or (live,)]
     return next((outcome for outcome in outcomes if outcome not in ("stop", "length")), outcomes[0])
 
 
-def _attempts(live: Live, now: float) -> tuple[AttemptTrace, ...]:
+def _attempts(live: Live, now: float, late: tuple[Late, ...]) -> tuple[AttemptTrace, ...]:
     start = live.times.accepted_at
     ended = (live.times.ended_at or now) - start
     offsets = tuple(t - start for t in live.journal.times)
     tries = [*live.lost, live.attempt]
-    return tuple(_attempt_trace(live, tries, i, offsets, ended) for i in range(len(tries)))
+    return tuple(_attempt_trace(live, tries, i, offsets, ended, late) for i in range(len(tries)))
 
 
-def _forked(prompt: Live, now: float) -> tuple[AttemptTrace, ...]:
+def _forked(prompt: Live, now: float, late: Mapping[int, tuple[Late, ...]]) -> tuple[AttemptTrace, ...]:
     """Up to the fork once, with the hand-off as the first sequence knows it that lived to hear of it."""
     last = len(prompt.lost)
-    of_each = [_attempts(child, now) for child in prompt.children]
+    of_each = [_attempts(child, now, late.get(child.sequence, ())) for child in prompt.children]
     whole = next((attempts for attempts in of_each if attempts[last].push is not None), of_each[0])
-    common = replace(whole[last], decode=None, token_offsets_s=(), lost_worker="", cause="", migrated_s=None)
+    common = replace(whole[last], decode=None, lost_worker="", cause="", migrated_s=None)
+    common = replace(common, token_offsets_s=(), step_ids=(), batch=(), sent_s=(), late=())
     own = []
     for child, attempts in zip(prompt.children, of_each, strict=True):
         first = replace(attempts[last], queue=None, place=None, reserve=None, prefill=None, chunks=(), push=None)
@@ -52,14 +58,15 @@ def _forked(prompt: Live, now: float) -> tuple[AttemptTrace, ...]:
 
 
 def _attempt_trace(
-    live: Live, tries: list[Attempt], i: int, offsets: tuple[float, ...], request_ended: float
+    live: Live, tries: list[Attempt], i: int, offsets: tuple[float, ...], request_ended: float, late: tuple[Late, ...]
 ) -> AttemptTrace:
     """offsets: of all tokens of the request, request_ended: both in seconds from accept."""
     attempt, start = tries[i], live.times.accepted_at
     later = tries[i + 1] if i + 1 < len(tries) else None
     lost = _since(start, attempt.lost_at)
     ended = request_ended if lost is None else lost
-    tokens = offsets[attempt.first_index : later.first_index if later else None]
+    own = slice(attempt.first_index, later.first_index if later else None)
+    tokens, steps = offsets[own], live.journal.steps[own]
     placed, routed, sent = (_since(start, at) for at in (attempt.placed_at, attempt.routed_at, attempt.prefill_sent_at))
     first = tokens[0] if tokens else ended
     pushed, landed, placement, loss = attempt.pushed, _since(start, attempt.landed_at), attempt.placement, attempt.loss
@@ -88,7 +95,21 @@ def _attempt_trace(
         num_blocks=pushed.num_blocks if pushed else 0,
         num_bytes=pushed.num_bytes if pushed else 0,
         exposed_s=pushed.exposed_s if pushed else 0.0,
+        step_ids=tuple([0 if step is None else step.step_id for step in steps]),
+        batch=tuple([0 if step is None else step.batch for step in steps]),
+        sent_s=_sent(live, own, tokens),
+        incarnation=attempt.steps.description.incarnation if attempt.steps else "",
+        late=tuple(each for each in late if attempt.first_index <= each.index < attempt.first_index + len(tokens)),
     )
+
+
+def _sent(live: Live, own: slice, tokens: tuple[float, ...]) -> tuple[float, ...]:
+    """Seconds from accept; tokens that were never written stand at their arrival."""
+    start = live.times.accepted_at
+    sent = [at - start for at in live.journal.sent[own]]
+    for arrived in tokens[len(sent) :]:
+        sent.append(max([arrived, *sent[-1:]]))
+    return tuple(sent)
 
 
 def _migrated(later: Attempt, start: float, offsets: tuple[float, ...], request_ended: float) -> float:

@@ -38,6 +38,12 @@ class CoordinatorConfig:
     slow_reader_bytes: int = 1024 * 1024
     trace_dir: str = ""
     otlp_endpoint: str = ""
+    trace_ratio: float = 1.0
+    """Share of traces that is kept, 0 .. 1."""
+    trace_slow_s: float = 0.0
+    """A request whose first token, or any later one, took longer than this keeps its trace all the same; 0: none."""
+    metrics: str = ""
+    """HOST:PORT of the Prometheus endpoint; none if empty."""
     die_with_parent: bool = False
 
 
@@ -77,6 +83,8 @@ class WorkerConfig:
     """decode only: what becomes of the blocks of a sequence that must make room; auto takes the cheaper way."""
     swap_mb: int = 256
     """decode only: host memory for the blocks of such sequences."""
+    metrics: str = ""
+    """HOST:PORT of the Prometheus endpoint; none if empty."""
     die_with_parent: bool = False
 
 

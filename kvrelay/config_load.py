@@ -64,6 +64,8 @@ AT_LEAST = {
     "prefill": 0,
     "decode": 1,
     "ready_timeout_s": 0,
+    "trace_ratio": 0,
+    "trace_slow_s": 0,
 }
 TABLES: dict[str, type] = {
     "coordinator": CoordinatorConfig,
@@ -206,7 +208,9 @@ def _checked(key: str, value: object, name: str) -> object:
     least = AT_LEAST.get(key)
     if least is not None and isinstance(value, (int, float)) and not least <= value < math.inf:
         raise InvalidArgument(f"{name} must be at least {least}, not {value!r}", field=name)
-    if key == "listen" or (key == "advertise" and value):
+    if key == "trace_ratio" and isinstance(value, float) and value > 1:
+        raise InvalidArgument(f"{name} must be at most 1, not {value!r}", field=name)
+    if key == "listen" or (key in ("advertise", "metrics") and value):
         _require_address(str(value), name)
     if key == "coordinators" and isinstance(value, tuple):
         for address in value:

@@ -12,12 +12,24 @@ time in which the worker computed nothing. Knows no trace, no worker and no cloc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvrelay.steps import CostModel, Shares, StepLog, StepRecord
 
-__all__ = ["CAUSES", "Cause", "CostModel", "StepLog", "StepRecord", "TokenPoint", "accumulate", "gap_of", "split"]
+__all__ = [
+    "CAUSES",
+    "Cause",
+    "CostModel",
+    "StepLog",
+    "StepRecord",
+    "TokenPoint",
+    "accumulate",
+    "accumulate_stream",
+    "gap_of",
+    "split",
+]
 
 
 class Cause(StrEnum):
@@ -40,6 +52,9 @@ class Cause(StrEnum):
 CAUSES = tuple(Cause)
 SCHEDULE_WAIT, BASE_COMPUTE, BATCH_GROWTH, PREFILL_IN_STEP, KV_WAIT, SWAP, SAMPLING = range(7)
 HOST_STALL, DELIVERY, SLOW_READER, MIGRATION, UNEXPLAINED = range(7, 12)
+TOOK, END = SLOW_READER, MIGRATION
+"""In what is kept of a step, whose own causes end before these: seconds it took, and its end."""
+PHASE_CAUSES = (SCHEDULE_WAIT, BASE_COMPUTE, SAMPLING, DELIVERY)
 
 STALL_S = 0.02
 """A phase of a step that takes longer than this and many times what it should was not computing."""
@@ -108,13 +123,15 @@ def accumulate(
 
 def _worker_part(out: list[float], waiting: float, before: StepRecord, step: StepRecord, steps: StepLog) -> None:
     """The worker's part, shrunk when the waiting was shorter: then the token before was on its way for longer."""
-    part = step.end_s - before.end_s
+    own = steps.parts.get(step.step_id) or _parts(step, steps)
+    last = steps.parts.get(before.step_id) or _parts(before, steps)
+    part = own[END] - last[END]
     if part <= 0.0:
         out[UNEXPLAINED] += waiting
         return
     scale = 1.0 if part <= waiting else waiting / part
     out[DELIVERY] += waiting - part * scale
-    between = part - step.duration_s
+    between = part - own[TOOK]
     if between < 0.0:  # two steps do not overlap; what clocks disagree on is taken off the step
         scale *= part / (part - between)
         between = 0.0
@@ -123,7 +140,7 @@ def _worker_part(out: list[float], waiting: float, before: StepRecord, step: Ste
         preempted = _others(out, before, step, steps, between, scale)
     else:
         out[HOST_STALL if between > IDLE_S else SCHEDULE_WAIT] += between * scale
-    _own_step(out, step, steps, scale, preempted)
+    _own_step(out, own, scale, preempted)
 
 
 def _others(
@@ -149,31 +166,45 @@ def _others(
     return preempted
 
 
-def _own_step(out: list[float], step: StepRecord, steps: StepLog, scale: float, preempted: bool = False) -> None:
-    usual = steps.typical()
-    _phase(out, SCHEDULE_WAIT, step.schedule_s, usual[0], scale)
-    _phase(out, BASE_COMPUTE, step.build_s, usual[1], scale)
-    _phase(out, SAMPLING, step.sample_s, usual[2], scale)
-    _phase(out, DELIVERY, step.send_s, usual[3], scale)
-    forward = step.forward_s
-    shares = steps.costs.shares(step)
+def _own_step(out: list[float], own: tuple[float, ...], scale: float, preempted: bool = False) -> None:
+    out[SCHEDULE_WAIT] += own[SCHEDULE_WAIT] * scale
+    out[BASE_COMPUTE] += own[BASE_COMPUTE] * scale
+    out[BATCH_GROWTH] += own[BATCH_GROWTH] * scale
+    out[SWAP if preempted else PREFILL_IN_STEP] += own[PREFILL_IN_STEP] * scale
+    out[SAMPLING] += own[SAMPLING] * scale
+    out[DELIVERY] += own[DELIVERY] * scale
+    if own[HOST_STALL]:
+        out[HOST_STALL] += own[HOST_STALL] * scale
+    if own[SWAP]:
+        out[SWAP] += own[SWAP] * scale
+
+
+def _parts(step: StepRecord, steps: StepLog) -> tuple[float, ...]:
+    """A step's own seconds by cause (up to DELIVERY), then how long it took and when it ended. Made once per step."""
+    out, usual = [0.0] * (END + 1), steps.typical()
+    for cause, seconds, usually in zip(PHASE_CAUSES, (step[2], step[3], *step[5:7]), usual, strict=True):
+        stalled = seconds > STALL_S and seconds > PHASE_TIMES * usually
+        out[cause] += usually if stalled else seconds
+        out[HOST_STALL] += seconds - usually if stalled else 0.0
+    _forward(out, step, steps.costs)
+    out[TOOK], out[END] = step.duration_s, step.end_s
+    parts = steps.parts[step.step_id] = tuple(out)
+    return parts
+
+
+def _forward(out: list[float], step: StepRecord, costs: CostModel) -> None:
+    """What the model expects, stretched to what it took; what no batch explains was a stall, or blocks being moved."""
+    forward, shares = step.forward_s, costs.shares(step)
     expected = shares.total_s
     if expected <= 0.0:
         shares, expected = Shares(1.0, 0.0, 0.0), 1.0
-    elif forward - expected > STALL_S and forward > STALL_TIMES * expected and steps.costs.is_ready:
-        out[SWAP if step.swapped_blocks else HOST_STALL] += (forward - expected) * scale
+    elif forward - expected > STALL_S and forward > STALL_TIMES * expected and costs.is_ready:
+        out[SWAP if step.swapped_blocks else HOST_STALL] += forward - expected
         forward = expected
-    each = forward * scale / expected
+    each = forward / expected
     out[BASE_COMPUTE] += shares.base_s * each
     out[BATCH_GROWTH] += shares.growth_s * each
-    out[SWAP if preempted else PREFILL_IN_STEP] += shares.prefill_s * each
-
-
-def _phase(out: list[float], cause: int, seconds: float, usual: float, scale: float) -> None:
-    if seconds > STALL_S and seconds > PHASE_TIMES * usual:
-        out[HOST_STALL] += (seconds - usual) * scale
-        seconds = usual
-    out[cause] += seconds * scale
+    out[PREFILL_IN_STEP] += shares.prefill_s * each
 
 
 def _first_step(out: list[float], waiting: float, step: StepRecord | None, steps: StepLog | None, rest: int) -> float:
@@ -181,7 +212,7 @@ def _first_step(out: list[float], waiting: float, step: StepRecord | None, steps
     left = waiting
     if step is not None and steps is not None and step.duration_s > 0.0:
         own = min(waiting, step.duration_s)
-        _own_step(out, step, steps, own / step.duration_s)
+        _own_step(out, steps.parts.get(step.step_id) or _parts(step, steps), own / step.duration_s)
         left = waiting - own
     if rest >= 0:
         out[rest] += left
@@ -205,3 +236,57 @@ def _after_first(
         out[SCHEDULE_WAIT] += under_way
         left -= under_way
     out[DELIVERY] += left
+
+
+def accumulate_stream(
+    out: list[float],
+    arrived: Sequence[float],
+    sent: Sequence[float],
+    made_by: Sequence[StepRecord | None],
+    steps: StepLog | None,
+    exposed_s: float = 0.0,
+) -> None:
+    """All gaps of consecutive tokens of one attempt, added to `out` (in the order of CAUSES), for a tenth of the time.
+
+    What was late on its way and what was early cancel out; of single gaps `accumulate` cannot know that.
+    """
+    owns: list[tuple[float, ...]] = []
+    delivery = between_all = 0.0
+    parts = steps.parts if steps is not None else {}
+    before: tuple[float, ...] | None = None
+    last_id, last_sent = -2, 0.0
+    for i, step in enumerate(made_by[: len(sent)]):
+        own = None
+        if step is not None and steps is not None:
+            step_id = step[0]
+            own = parts.get(step_id) or _parts(step, steps)
+            if before is not None and step_id == last_id + 1 and sent[i] - arrived[i] <= WRITE_S:
+                part = own[END] - before[END]
+                between = part - own[TOOK]
+                if 0.0 <= between <= IDLE_S and arrived[i] >= last_sent:
+                    owns.append(own)
+                    between_all += between
+                    delivery += sent[i] - last_sent - part
+                    before, last_id, last_sent = own, step_id, sent[i]
+                    continue
+            last_id = step_id
+        if i:
+            previous = TokenPoint(arrived[i - 1], sent[i - 1], 0, made_by[i - 1])
+            accumulate(out, previous, TokenPoint(arrived[i], sent[i], 0, step), steps, exposed_s)
+        before, last_sent = own, sent[i]
+    if owns:
+        sums: list[float] = [sum(seconds) for seconds in zip(*owns, strict=True)]
+        sums[SCHEDULE_WAIT] += between_all
+        sums[DELIVERY] += delivery
+        _add(out, sums[:TOOK])
+
+
+def _add(out: list[float], sums: list[float]) -> None:
+    """Delivery below zero is taken off what a worker's clock says the rest took."""
+    total = sum(sums)
+    if sums[DELIVERY] < 0.0:
+        sums[DELIVERY] = 0.0
+        more = sum(sums)
+        sums = [seconds * max(0.0, total) / more for seconds in sums] if more > 0.0 else sums
+    for cause, seconds in enumerate(sums):
+        out[cause] += seconds

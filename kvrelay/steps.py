@@ -66,6 +66,8 @@ class CostModel:
     def __init__(self) -> None:
         self._first: list[StepRecord] = []
         self._prefills = 0
+        self._num_fitted = self._fit_again = 0
+        """Solved anew not at every step, but soon after new kinds of steps."""
         # Sums over w, x = batch, p = prefill tokens, y = forward seconds; w = 1 / expected^2: errors are relative.
         self._w = self._x = self._p = self._y = 0.0
         self._xx = self._xp = self._pp = self._xy = self._py = 0.0
@@ -118,7 +120,10 @@ class CostModel:
         self._pp = self._pp * KEEP + w * p * p
         self._xy = self._xy * KEEP + w * x * y
         self._py = self._py * KEEP + w * p * y
-        self._fit = None
+        self._num_fitted += 1
+        if self._num_fitted >= self._fit_again or (p and self._prefills <= TRUST_PREFILLS):
+            self._fit_again = self._num_fitted + min(64, 1 + self._num_fitted // 8)
+            self._fit = None
 
     def _coefficients(self) -> tuple[float, float, float]:
         """a, b, c, none of them negative."""
@@ -164,6 +169,8 @@ class StepLog:
         self._order: deque[int] = deque()
         self._limit = limit
         self._typical: list[float] | None = None
+        self.parts: dict[int, tuple[float, ...]] = {}
+        """What kvrelay.gaps made of steps: once per step, not once per token."""
 
     def add(self, step: StepRecord) -> None:
         """Steps come in order; one that is known already is left out."""
@@ -173,7 +180,9 @@ class StepLog:
         self._by_id[step.step_id] = step
         self._order.append(step.step_id)
         if len(self._order) > self._limit:
-            del self._by_id[self._order.popleft()]
+            oldest = self._order.popleft()
+            del self._by_id[oldest]
+            self.parts.pop(oldest, None)
         self._learn(step)
 
     def get(self, step_id: int) -> StepRecord | None:

@@ -25,6 +25,8 @@ from kvrelay.requests import Incarnation, WorkerId
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
 from kvrelay.session import WorkerDescription
+from kvrelay.telemetry.metrics import MetricsServer
+from kvrelay.telemetry.worker_metrics import load_metrics
 from worker.block_lists import BlockLists
 from worker.drain import Leaving, is_quiet
 from worker.engine_thread import EngineThread
@@ -76,6 +78,7 @@ async def _main(
     description = _describe(shell, role, executor, port)
     role.attach(shell, server, description, executor)
     assert shell.hub is not None
+    metrics = _serve_metrics(shell, description)
     await server.start()
     await server.set_ready(True)
     registration = Registration(
@@ -92,6 +95,8 @@ async def _main(
     await _drain(shell, goodbye)
     health.cancel()
     await _stop(shell, server, engine)
+    if metrics is not None:
+        metrics.close()
     goodbye.cancel()
     return shell.exit_code
 
@@ -136,6 +141,14 @@ def _describe(shell: Shell, role: RoleMain, executor: Executor, port: int) -> Wo
         verify_kv=config.verify_kv,
         prefix_cache=config.prefix_cache,
     )
+
+
+def _serve_metrics(shell: Shell, description: WorkerDescription) -> MetricsServer | None:
+    """Of the load as of the engine's last turn."""
+    if not shell.config.metrics:
+        return None
+    labels = {"worker": description.worker_id, "role": description.role.value}
+    return MetricsServer(shell.config.metrics, lambda: load_metrics([(labels, shell.load())]))
 
 
 async def _drain(shell: Shell, goodbye: asyncio.Future[None]) -> None:

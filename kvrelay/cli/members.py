@@ -10,7 +10,7 @@ from kvrelay.cli.cluster import STOP_GRACE_S, Member, python_module
 from kvrelay.cli.roles import flag_of
 from kvrelay.config import CoordinatorConfig, UpConfig, WorkerConfig
 from kvrelay.config_load import keys_of, load_coordinator, load_up, load_worker, parse_address
-from kvrelay.errors import Unavailable
+from kvrelay.errors import InvalidArgument, Unavailable
 from kvrelay.requests import Role
 
 WORKER_LISTEN = "127.0.0.1:0"
@@ -43,14 +43,25 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
     host, port = claim_port(coordinator.listen)
     target = f"{host}:{port}"
     common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
+    metrics = metrics_addresses(coordinator.metrics, 1 + up.prefill + up.decode)
     members = [Member("coordinator", _command("coordinator", CoordinatorConfig, {**options, "listen": target}, common))]
     for role, count in ((Role.PREFILL, up.prefill), (Role.DECODE, up.decode)):
         for number in range(count):
             name = f"{role.value}-{number}"
-            own = {**placed, "coordinators": reachable(target), "worker_id": name}
+            own = {**placed, "coordinators": reachable(target), "worker_id": name, "metrics": metrics[len(members)]}
             members.append(Member(name, _command(role.value, WorkerConfig, own, common)))
     stop_grace_s = max(STOP_GRACE_S, *(worker.drain_grace_s + KILL_AFTER_S for worker in workers))
     return LocalPlan(up, target, tuple(members), stop_grace_s)
+
+
+def metrics_addresses(address: str, count: int) -> list[str]:
+    """One for each process: the given port, then those after it. All "" without one, all port 0 for port 0."""
+    if not address:
+        return [""] * count
+    host, port = parse_address(address)
+    if port + count - 1 > 65535:
+        raise InvalidArgument(f"metrics: {count} processes need ports up to {port + count - 1}", field="metrics")
+    return [f"{host}:{port + i if port else 0}" for i in range(count)]
 
 
 def require_model(config: WorkerConfig) -> None:

@@ -40,6 +40,11 @@ def up(
     verify_kv: Annotated[bool | None, typer.Option(help="Check every KV block that decode gets.")] = None,
     trace_dir: Annotated[str | None, typer.Option(help="Write OTLP JSON traces into this folder.")] = None,
     otlp_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP gRPC endpoint.")] = None,
+    trace_ratio: Annotated[float | None, typer.Option(help="Share of traces that is kept, 0 to 1.")] = None,
+    trace_slow_s: Annotated[float | None, typer.Option(help="Keep traces with a longer wait all the same.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="HOST:PORT of Prometheus metrics; workers: ports after it.")
+    ] = None,
     log_dir: Annotated[str | None, typer.Option(help="Write each process's log into this folder.")] = None,
     ready_timeout_s: Annotated[float | None, typer.Option(help="Longest start (default 120).")] = None,
     config: Annotated[str, typer.Option(envvar="KVRELAY_CONFIG", help="TOML file.")] = "",

@@ -62,6 +62,7 @@ SENT_S = "kvrelay.decode.sent_s"
 INCARNATION = "kvrelay.worker.incarnation"
 ROLE = "kvrelay.worker.role"
 ACCEPTED_S = "kvrelay.request.accepted_s"
+KEPT = "kvrelay.trace.kept"
 LATE_INDEX = "kvrelay.gap.index"
 LATE_SECONDS = "kvrelay.gap.seconds"
 LATE_CAUSE = "kvrelay.gap.cause"
@@ -105,8 +106,58 @@ STEPS_FIELDS = (
 METRIC_REQUEST_DURATION = "gen_ai.server.request.duration"
 METRIC_TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
 METRIC_TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"
-METRIC_REQUESTS = "kvrelay.requests"
-METRIC_TOKENS = "kvrelay.tokens"
+# Metrics of the Prometheus endpoints. Counters end in _total there.
+PROM_STARTED = "kvrelay_requests_started"
+PROM_REFUSED = "kvrelay_requests_refused"
+PROM_OUTCOMES = "kvrelay_requests"
+PROM_OPEN = "kvrelay_requests_open"
+PROM_QUEUED = "kvrelay_requests_queued"
+PROM_TOKENS = "kvrelay_tokens"
+PROM_MIGRATIONS = "kvrelay_migrations"
+PROM_TTFT = "kvrelay_time_to_first_token_seconds"
+PROM_DURATION = "kvrelay_request_seconds"
+PROM_GAP = "kvrelay_gap_seconds"
+PROM_GAP_CAUSE = "kvrelay_gap_cause_seconds"
+PROM_WORKER_UP = "kvrelay_worker_up"
+PROM_BLOCKS = "kvrelay_worker_blocks"
+PROM_BATCH = "kvrelay_worker_running_sequences"
+PROM_WAITING = "kvrelay_worker_waiting_sequences"
+PROM_QUEUED_TOKENS = "kvrelay_worker_queued_tokens"
+PROM_TRANSFERS = "kvrelay_worker_transfers_in_flight"
+PROM_TOKEN_RATE = "kvrelay_worker_tokens_per_second"
+PROM_COUNTS = "kvrelay_worker_events"
+PROM_STEP = "kvrelay_worker_step_seconds"
+PROM_CACHE_MATCHED = "kvrelay_cache_matched_tokens"
+PROM_CACHE_QUERIED = "kvrelay_cache_queried_tokens"
+PROM_CLOCK_ERROR = "kvrelay_clock_error_seconds"
+PROM_TRACE_DROPPED = "kvrelay_trace_dropped_spans"
+GAP_BUCKETS = (
+    0.00025,
+    0.0005,
+    0.00075,
+    0.001,
+    0.0015,
+    0.002,
+    0.003,
+    0.004,
+    0.006,
+    0.008,
+    0.012,
+    0.016,
+    0.024,
+    0.032,
+    0.048,
+    0.064,
+    0.096,
+    0.128,
+    0.256,
+    0.512,
+    1.024,
+    2.048,
+    4.096,
+)
+"""Fine enough for steps of a millisecond."""
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
 SECONDS_BUCKETS = (
     0.001,
     0.0025,

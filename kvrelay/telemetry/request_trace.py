@@ -20,6 +20,16 @@ AttributeValue = str | bool | int | float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """A gap worth an event: the token after it, its seconds, what it was mostly, and when it ended (from accept)."""
+
+    index: int
+    seconds: float
+    cause: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Interval:
     """Seconds from accept."""
 
@@ -42,7 +52,9 @@ class AttemptTrace:
 
     ended_s: when the request ended or the attempt was lost. lost_worker: whose loss that was; its open span is closed
     as lost. cause, migrated_s: why it was lost, and when the tokens went on (or the request ended). Without a prefill
-    worker decode computed the prompt. sequence: which of n sequences, None for what they have in common.
+    worker decode computed the prompt. sequence: which of n sequences, None for what they have in common. step_ids,
+    batch: of the steps that made the tokens, 0 where none is known; sent_s: when each was written, from accept.
+    incarnation: of the decode worker. late: gaps of its tokens that are worth an event.
     """
 
     ended_s: float
@@ -66,6 +78,11 @@ class AttemptTrace:
     num_bytes: int = 0
     exposed_s: float = 0.0
     sequence: int | None = None
+    step_ids: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
+    sent_s: tuple[float, ...] = ()
+    incarnation: str = ""
+    late: tuple[Late, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +100,8 @@ class RequestTrace:
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    accepted_s: float = 0.0
+    """Monotonic seconds at accept: what joins offsets to steps of workers."""
 
 
 def build_request_spans(tracer: Tracer, record: RequestTrace, parent: Span | None = None) -> None:
@@ -109,7 +128,8 @@ def _build_attempt(builder: _Builder, parent: Span, attempt: AttemptTrace) -> No
         builder.add(prefill, names.SPAN_PREFILL_CHUNK, interval, extra={names.CHUNK_TOKENS: chunk.num_tokens})
     builder.add(parent, names.SPAN_PUSH, attempt.push, attempt.prefill_worker, _push_attributes(attempt))
     for index, interval, extra in _segments(attempt):
-        builder.add(parent, names.SPAN_DECODE, interval, attempt.decode_worker, {names.SEGMENT: index, **extra})
+        late = [each for each in attempt.late if _holds(attempt, index, each.index)]
+        builder.add(parent, names.SPAN_DECODE, interval, attempt.decode_worker, {names.SEGMENT: index, **extra}, late)
     if attempt.migrated_s is not None:
         tokens = attempt.first_index + len(attempt.token_offsets_s)
         about: dict[str, AttributeValue] = {names.CAUSE: attempt.cause, names.TOKENS_SO_FAR: tokens}
@@ -132,6 +152,7 @@ class _Builder:
         interval: Interval | None,
         worker: str = "",
         extra: Mapping[str, AttributeValue] | None = None,
+        late: Sequence[Late] = (),
     ) -> Span | None:
         if interval is None or parent is None:
             return None
@@ -146,6 +167,13 @@ class _Builder:
             attributes=attributes,
             start_time=self._wall_ns(interval.start_s),
         )
+        for each in late:
+            about: dict[str, AttributeValue] = {
+                names.LATE_INDEX: each.index,
+                names.LATE_SECONDS: each.seconds,
+                names.LATE_CAUSE: each.cause,
+            }
+            span.add_event(names.EVENT_LATE, about, self._wall_ns(each.at_s))
         if worker and worker == self._attempt.lost_worker and interval.end_s >= self._attempt.ended_s:
             span.set_attribute(names.LOST, True)
             span.set_status(Status(StatusCode.ERROR, "worker lost"))
@@ -168,6 +196,7 @@ def _request_attributes(record: RequestTrace) -> dict[str, AttributeValue]:
         names.INPUT_TOKENS: record.prompt_tokens,
         names.OUTPUT_TOKENS: len(offsets),
         names.CACHED_TOKENS: record.cached_tokens,
+        names.ACCEPTED_S: record.accepted_s,
     }
     if offsets:
         attributes[names.TTFT_S] = offsets[0]
@@ -187,6 +216,10 @@ def _push_attributes(attempt: AttemptTrace) -> dict[str, AttributeValue]:
     return attributes
 
 
+def _holds(attempt: AttemptTrace, segment: int, index: int) -> bool:
+    return (index - attempt.first_index) // SEGMENT_TOKENS == segment
+
+
 def _segments(attempt: AttemptTrace) -> list[tuple[int, Interval, dict[str, AttributeValue]]]:
     """Decode cut every SEGMENT_TOKENS tokens; each piece ends at its last token, the last one where decode ended."""
     if attempt.decode is None:
@@ -199,6 +232,10 @@ def _segments(attempt: AttemptTrace) -> list[tuple[int, Interval, dict[str, Attr
         extra: dict[str, AttributeValue] = {
             names.FIRST_INDEX: attempt.first_index + first,
             names.TOKEN_OFFSETS_S: piece,
+            names.STEP_IDS: attempt.step_ids[first : first + SEGMENT_TOKENS],
+            names.BATCH: attempt.batch[first : first + SEGMENT_TOKENS],
+            names.SENT_S: attempt.sent_s[first : first + SEGMENT_TOKENS],
+            names.INCARNATION: attempt.incarnation,
         }
         out.append((index, Interval(start, end), extra))
         start = end

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
 from opentelemetry.sdk.trace import sampling
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import NoOpTracerProvider, Span, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvrelay.telemetry.export import Dropped, Gate, Queue
 
 QUEUE_SPANS = 4096
 """Spans waiting for export; beyond it new ones are dropped: telling never holds serving."""
@@ -25,9 +27,15 @@ CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A provider and its end. The owner calls `close` once, after the server has stopped."""
+    """A provider and its end. The owner calls `close` once, after the server has stopped.
+
+    is_on: spans go anywhere at all. ratio: the share of traces that is kept without a reason. dropped: spans not told.
+    """
 
     provider: TracerProvider
+    is_on: bool = False
+    ratio: float = 1.0
+    dropped: Dropped = field(default_factory=Dropped)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Exports what waits, for at most timeout_s, and ends. False: a collector did not answer in time."""
@@ -40,10 +48,11 @@ class Tracing:
         return not closer.is_alive()
 
 
-def setup(service_name: str, trace_dir: str = "", otlp_endpoint: str = "") -> Tracing:
+def setup(service_name: str, trace_dir: str = "", otlp_endpoint: str = "", ratio: float = 1.0) -> Tracing:
     """Spans go to trace_dir/SERVICE-PID.jsonl, to the collector at otlp_endpoint (gRPC), to both, or nowhere.
 
-    Nowhere costs nothing but passing a caller's trace on. OSError if trace_dir cannot be written.
+    Nowhere costs nothing but passing a caller's trace on. OSError if trace_dir cannot be written. ratio: of calls whose
+    own end does not say whether they are kept; a caller that does not sample its trace has decided for us.
     """
     exporters = []
     if trace_dir:
@@ -54,16 +63,10 @@ def setup(service_name: str, trace_dir: str = "", otlp_endpoint: str = "") -> Tr
         return Tracing(NoOpTracerProvider())
     resource = Resource.create({SERVICE_NAME: service_name, "process.pid": os.getpid()})
     provider = SdkTracerProvider(sampler=sampling.DEFAULT_ON, resource=resource, shutdown_on_exit=False)
-    for exporter in exporters:
-        provider.add_span_processor(
-            BatchSpanProcessor(
-                exporter,
-                max_queue_size=QUEUE_SPANS,
-                max_export_batch_size=BATCH_SPANS,
-                schedule_delay_millis=EXPORT_DELAY_S * 1000,
-            )
-        )
-    return Tracing(provider)
+    dropped = Dropped()
+    queues = [Queue(exporter, dropped, QUEUE_SPANS, BATCH_SPANS, EXPORT_DELAY_S) for exporter in exporters]
+    provider.add_span_processor(Gate(ratio, queues))
+    return Tracing(provider, True, ratio, dropped)
 
 
 def traceparent_of(span: Span | None = None) -> str:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from opentelemetry.trace import NoOpTracerProvider
 from support.door import MODEL, Door, join
 from support.fake_workers import FakeWorker
 
@@ -20,7 +19,7 @@ from kvrelay.rpc.channel import open_channel
 async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
     changes = getattr(request, "param", {})
     config = CoordinatorConfig(listen="127.0.0.1:0", executor="hash", **changes)
-    coordinator = Coordinator(config, MODEL, NoOpTracerProvider())
+    coordinator = Coordinator(config, MODEL)
     address = await coordinator.start()
     async with open_channel(address) as channel:
         yield Door(coordinator, address, channel)

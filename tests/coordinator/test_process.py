@@ -18,6 +18,7 @@ from kvrelay.config import CoordinatorConfig
 from kvrelay.requests import Role
 from kvrelay.rpc.channel import open_channel
 from kvrelay.session import Reserve
+from kvrelay.telemetry.tracing import Tracing
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 PROGRAM = """
@@ -70,7 +71,7 @@ async def test_the_trace_of_a_request_has_a_span_for_each_part_of_its_life() -> 
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     config = CoordinatorConfig(listen="127.0.0.1:0", executor="hash")
-    coordinator = Coordinator(config, load_model(config), provider)
+    coordinator = Coordinator(config, load_model(config), Tracing(provider, True))
     address = await coordinator.start()
     async with (
         open_channel(address) as channel,

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry.trace import NoOpTracerProvider
 from support.door import MODEL, Door, held, join, read_all, until
 from support.fake_workers import LAYOUT, FakeWorker
 
@@ -465,7 +464,7 @@ async def test_readiness_follows_the_workers(door: Door) -> None:
 
 async def test_a_stop_lets_open_streams_end_and_cuts_what_is_left() -> None:
     config = CoordinatorConfig(listen="127.0.0.1:0", executor="hash")
-    coordinator = Coordinator(config, MODEL, NoOpTracerProvider())
+    coordinator = Coordinator(config, MODEL)
     address = await coordinator.start()
     async with (
         open_channel(address) as channel,
@@ -492,7 +491,7 @@ async def test_a_stop_lets_open_streams_end_and_cuts_what_is_left() -> None:
 
 async def test_a_port_in_use_is_named(door: Door) -> None:
     config = CoordinatorConfig(listen=door.address, executor="hash")
-    other = Coordinator(config, MODEL, NoOpTracerProvider())
+    other = Coordinator(config, MODEL)
     with pytest.raises(FailedPrecondition, match=door.address):
         await other.start()
     await other.stop(0)
