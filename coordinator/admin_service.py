@@ -9,7 +9,7 @@ from coordinator.roster import Roster
 from kvrelay.errors import InvalidArgument
 from kvrelay.requests import WorkerId
 from kvrelay.rpc.convert import description_to_proto, load_to_proto
-from kvrelay.session import Drain
+from kvrelay.session import Drain, Load, WorkerDescription
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -21,20 +21,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetTopology(
         self, request: admin_pb2.GetTopologyRequest, context: object
     ) -> admin_pb2.GetTopologyResponse:
-        workers = [
-            admin_pb2.WorkerStatus(
-                description=description_to_proto(description),
-                load=load_to_proto(load) if load is not None else None,
-                silent_s=silent_s,
-            )
-            for description, load, silent_s in self._roster.listing()
-        ]
         return admin_pb2.GetTopologyResponse(
-            workers=workers,
+            workers=[self._status(*worker) for worker in self._roster.listing()],
             queued_requests=self._dispatcher.num_queued,
             open_requests=self._dispatcher.num_open,
             coordinator_id=self._roster.coordinator_id,
             counters=dict(self._dispatcher.counters),
+        )
+
+    def _status(self, about: WorkerDescription, load: Load | None, silent_s: float) -> admin_pb2.WorkerStatus:
+        clock = self._roster.clock_of(about.worker_id)
+        return admin_pb2.WorkerStatus(
+            description=description_to_proto(about),
+            load=None if load is None else load_to_proto(load),
+            silent_s=silent_s,
+            clock=None if clock is None else admin_pb2.Clock(offset_s=clock.offset_s, error_s=clock.error_s),
         )
 
     async def DrainWorker(
