@@ -19,7 +19,7 @@ import structlog
 from coordinator import events as ev
 from coordinator.actions import Actions
 from coordinator.admission import Admission
-from coordinator.families import Families, FirstTokens
+from coordinator.families import Families, first_token
 from coordinator.lifecycle import accepts, step
 from coordinator.live import Attempt, Live, Times
 from coordinator.moves import end
@@ -54,7 +54,6 @@ class Dispatcher:
         self._live: dict[RequestId, Live] = {}
         self._open: dict[RequestId, StreamBuffer] = {}
         self._families = Families(self._live)
-        self._firsts = FirstTokens()
         self._queue = WaitingLine(Rules(config.router, config.local_prefill_below))
         self._serial = 0
         self._admission = Admission(config)
@@ -143,7 +142,6 @@ class Dispatcher:
         if report.tokens:
             fault_point("coordinator.token")
             now = time.monotonic()
-            self._firsts.clear()
             steps = self.steps
             for step, tokens in steps.runs(worker, report.tokens):
                 steps.current = step
@@ -223,7 +221,7 @@ class Dispatcher:
         if live.facts.n == 1:
             self.counters["dropped.TokenArrived"] += 1
             return
-        event = self._firsts.add(live, worker, token)
+        event = first_token(live, worker, token)
         if event is not None:
             self._feed(live, event, now)
 

@@ -8,34 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.events import ForkArrived
-from coordinator.forks import child_of
+from coordinator.forks import child_of, expects_firsts
 from coordinator.live import Live
 from coordinator.output import OutputText
 from kvrelay.requests import RequestId, WorkerId
 from kvrelay.session import TokenOut
 
 
-class FirstTokens:
-    """Puts together what a report says of the first tokens of a request's n sequences: all are in one report."""
+def first_token(live: Live, worker: WorkerId, token: TokenOut) -> ForkArrived | None:
+    """Keeps one of the n first tokens with the attempt; all of them with the last one, None before it.
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[RequestId, int], dict[int, int]] = {}
-
-    def clear(self) -> None:
-        """Another report begins."""
-        self._found.clear()
-
-    def add(self, live: Live, worker: WorkerId, token: TokenOut) -> ForkArrived | None:
-        """All n of them with the last one, None before it."""
-        n = live.facts.n
-        if token.index or token.sequence >= n:
-            return None
-        found = self._found.setdefault((token.request_id, token.attempt), {})
-        found[token.sequence] = token.token_id
-        if len(found) < n:
-            return None
-        del self._found[token.request_id, token.attempt]
-        return ForkArrived(worker, token.attempt, tuple(found[s] for s in range(n)))
+    A worker says them in one report, but a long one comes in frames that may be cut between them.
+    """
+    n = live.facts.n
+    if token.index or token.sequence >= n or not expects_firsts(live.state, worker, token.attempt):
+        return None
+    found = live.attempt.first_tokens
+    found[token.sequence] = token.token_id
+    if len(found) < n:
+        return None
+    tokens = tuple(found[s] for s in range(n))
+    found.clear()
+    return ForkArrived(worker, token.attempt, tokens)
 
 
 class Families:

@@ -12,18 +12,24 @@ from dataclasses import replace
 from coordinator.events import Action, ForkArrived, ForkOff, ReleasePlacement, SendCommand
 from coordinator.moves import Step
 from coordinator.states import ForkName, Phase, RequestFacts, State
-from kvrelay.requests import RequestId
+from kvrelay.requests import RequestId, WorkerId
 from kvrelay.session import Abort, Start
 
 
 def accepts_fork(state: State, event: ForkArrived) -> bool:
     """Whether `fork` may take these for the first tokens of the request's n sequences."""
-    placement, n = state.placement, state.facts.n
-    if placement is None or event.attempt != state.attempt or n == 1 or len(event.token_ids) != n:
+    n = state.facts.n
+    return n > 1 and len(event.token_ids) == n and expects_firsts(state, event.worker, event.attempt)
+
+
+def expects_firsts(state: State, worker: WorkerId, attempt: int) -> bool:
+    """Whether it is this worker's turn to say the first tokens."""
+    placement = state.placement
+    if placement is None or attempt != state.attempt:
         return False
     if state.phase is Phase.DECODING:
-        return event.worker == placement.decode
-    return state.phase is Phase.PREFILLING and event.worker == placement.prefill
+        return worker == placement.decode
+    return state.phase is Phase.PREFILLING and worker == placement.prefill
 
 
 def fork(state: State, event: ForkArrived) -> Step:

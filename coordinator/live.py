@@ -51,6 +51,8 @@ class Attempt:
     num_cached_blocks: int = 0
     """Blocks that decode had cached: they need not be moved."""
     prefill_gone: bool = False
+    first_tokens: dict[int, int] = field(default_factory=dict)
+    """Of a request for n sequences before its fork: those that have come, by sequence."""
     loss: Loss | None = None
     lost_at: float | None = None
     steps: WorkerSteps | None = None

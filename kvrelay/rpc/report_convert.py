@@ -91,7 +91,7 @@ def _add_tokens(proto: worker_pb2.Report, tokens: tuple[TokenOut, ...]) -> None:
 
 
 def _split(whole: worker_pb2.Report) -> Iterator[worker_pb2.Report]:
-    """Frames in the order of the lists: the first carries welcome and heartbeat, the last the load."""
+    """Frames in the order in which a report is read: the first carries welcome and heartbeat, the last the load."""
     room = MAX_FRAME_BYTES - FRAME_MARGIN
     frame = worker_pb2.Report(
         step_id=whole.step_id,
@@ -102,7 +102,7 @@ def _split(whole: worker_pb2.Report) -> Iterator[worker_pb2.Report]:
     if whole.HasField("welcome"):
         frame.welcome.CopyFrom(whole.welcome)
     size = frame.ByteSize()
-    for name in ("steps", "reserved", "refused", "tokens", "landed", "pushed", "records", "ended", "block_events"):
+    for name in ("steps", "reserved", "refused", "records", "tokens", "landed", "pushed", "ended", "block_events"):
         for item in getattr(whole, name):
             item_size = item.ByteSize() + ITEM_HEADER
             if size + item_size > room and size:

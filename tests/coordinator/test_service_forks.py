@@ -12,7 +12,8 @@ from support.door import Answer, Door, held, join, read_all, until
 from support.fake_workers import FakeWorker
 
 from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, Unavailable
-from kvrelay.requests import Role, Sampling
+from kvrelay.requests import RequestId, Role, Sampling
+from kvrelay.rpc.convert import report_to_protos
 from kvrelay.session import Abort, ComputeRecord, Ended, Landed, Prefill, Report, Reserve, Start, TokenOut
 from kvrelay.v1 import inference_pb2
 
@@ -338,6 +339,33 @@ async def test_first_tokens_that_are_not_all_of_them_fork_nothing(
     prefill.let_go("token0")
     await asked
     assert (answer.error, answer.all_ids) == (None, [letters(s, 2) for s in range(N)])
+
+
+async def test_a_long_report_cut_between_the_first_tokens_forks_all_the_same(
+    door: Door, pair: tuple[FakeWorker, FakeWorker]
+) -> None:
+    prefill, decode = pair
+    held(prefill, "token0")
+    answer, asked = begin(door, max_tokens=3)
+    await until(lambda: prefill.commands(Prefill))
+    report = _cut_between(prefill.commands(Prefill)[0].work.request_id)
+    prefill.say(report)
+    await asked
+    assert (answer.error, answer.all_ids) == (None, [letters(s, 3) for s in range(N)])
+    assert [start.first_tokens for start in decode.commands(Start)] == [(97, 98, 99, 100)]
+
+
+def _cut_between(rid: Any) -> Report:
+    """First tokens among so many of other requests that the second frame begins with that of sequence 1."""
+    others = tuple(TokenOut(RequestId("f" * 32), 1, 0, i + 1, 97) for i in range(8_000))
+    firsts = tuple(TokenOut(rid, 0, s, 0, 97 + s) for s in range(N))
+    full = len(report_to_protos(Report(tokens=others))[0].tokens)
+    for before in range(full - 6, full + 4):
+        report = Report(tokens=(*others[:before], *firsts, *others[before:]))
+        head = report_to_protos(report)[1].tokens[0]
+        if (head.request_id, head.sequence) == (rid, 1):
+            return report
+    raise AssertionError("no report of these is cut there")
 
 
 async def test_attempts_that_are_used_up_end_the_stream(door: Door) -> None:
