@@ -170,8 +170,9 @@ def judge_bandwidth(one_thread: float, all_threads: float, weight_bytes: int) ->
     figures = {"one_thread_bytes_per_s": one_thread, "all_cores_bytes_per_s": all_threads}
     what = f"{one_thread / 1e9:.1f} GB/s by one thread, {all_threads / 1e9:.1f} by all cores"
     if weight_bytes:
-        figures["most_tokens_per_s"] = all_threads / weight_bytes
-        what += f": one stream gets {all_threads / weight_bytes:.0f} tokens/s at most"
+        most = max(one_thread, all_threads) / weight_bytes  # a busy machine may give all of them less than one
+        figures["most_tokens_per_s"] = most
+        what += f": one stream gets {most:.0f} tokens/s at most"
     if one_thread < SLOW_BYTES_PER_S:
         advice = "look for what else runs here, or for a frequency limit"
         return Finding("bandwidth", Verdict.WARNING, f"{what}: slow", advice, figures)
