@@ -144,14 +144,13 @@ def _gaps(axes: Axes, joined: Joined, stream: Stream) -> None:
     below = np.zeros(len(rows))
     for cause, part in zip(CAUSES, joined.gaps.causes(rows).T * 1000.0, strict=True):
         if part.any():
-            axes.bar(ends - width, part, width, below, align="edge", color=COLORS[cause.value], label=cause.value)
+            axes.bar(ends - width, part, width, below, align="edge", color=COLORS[cause.value])
         below = below + part
     axes.set_ylabel("gap, ms")
     axes.set_xlabel("seconds since the request was accepted")
     _tidy(axes)
     if len(rows):
-        axes.legend(frameon=False, ncols=6, fontsize="small", loc="upper left")
-        axes.set_ylim(0, float(below.max()) * 1.25 or 1.0)
+        axes.set_ylim(0, float(below.max()) * 1.05 or 1.0)
 
 
 def _shares(axes: Axes, joined: Joined) -> None:
@@ -168,6 +167,8 @@ def _shares(axes: Axes, joined: Joined) -> None:
     axes.set_xlabel("share of their time, all requests")
     axes.set_xlim(0, 1)
     axes.invert_yaxis()
+    if axes.get_legend_handles_labels()[1]:  # the colours of the panel above, too
+        axes.legend(frameon=False, ncols=7, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1.0))
     _tidy(axes)
 
 

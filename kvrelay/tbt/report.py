@@ -176,6 +176,7 @@ def _describe(joined: Joined, worst: Worst) -> dict[str, Any]:
         "worker": joined.worker(token),
         "streams": worst.streams,
         "causes_ms": {cause: _ms(value) for cause, value in ranked(seconds)},
+        "step_id": int(tokens.step_id[token]),  # 0: prefill sampled it
         "step": _step(joined, token),
     }
 

@@ -112,7 +112,7 @@ def step_line(gap: Mapping[str, Any]) -> str:
     """What the batch was doing: of what was nothing, nothing is said."""
     step = gap["step"]
     if step is None:
-        return "not recorded"
+        return f"step {gap['step_id']}, not recorded" if gap["step_id"] else "none: prefill sampled the token"
     words = [f"step {step['id']}: {step['ms']:.2f} ms, batch {step['batch']}"]
     if step["prefill_tokens"]:
         words.append(f"{step['prefill_tokens']} prompt tokens")

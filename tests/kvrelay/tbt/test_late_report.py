@@ -98,6 +98,7 @@ def test_the_worst_gaps_name_their_cause_and_what_the_batch_was_doing(tmp_path: 
     assert (preempted["step"]["preemptions"], preempted["step"]["preemptions_meanwhile"]) == (0, 1)
     assert step_line(prompt) == "step 30: 110.00 ms, batch 2, 512 prompt tokens, 3 transfers, 2 streams waited"
     assert step_line(preempted) == "step 45: 10.00 ms, batch 2, 1 preempted, 5 steps without it, 2 streams waited"
+    assert step_line({"step": None, "step_id": 0}) == "none: prefill sampled the token"
     assert causes_line(preempted) == "swap_or_preemption 50.00, base_compute 10.00"
 
 
@@ -132,7 +133,7 @@ def test_the_table_says_what_was_left_out(tmp_path: Path) -> None:
     assert (
         "left out or incomplete: requests without own span 1, gaps with missing tokens 1, tokens without step 2" in text
     )
-    assert "not recorded" in text
+    assert "step 77, not recorded" in text
 
 
 def test_a_comparison_sets_latencies_and_causes_beside_each_other(tmp_path: Path) -> None:
