@@ -232,7 +232,7 @@ def _after_first(
     left -= kv
     before = steps.get(step.step_id - 1)
     if before is not None and step.start_s - before.end_s <= IDLE_S:
-        under_way = min(left, step.start_s - before.start_s)
+        under_way = min(left, max(0.0, step.start_s - before.start_s))
         out[SCHEDULE_WAIT] += under_way
         left -= under_way
     out[DELIVERY] += left
