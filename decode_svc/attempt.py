@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from engine.block_pool import BlockPool
+from engine.prefix_cache import Entry
 from engine.prefixes import Prefix
 from engine.scheduler import Scheduler
 from kvrelay.blocks import KVLayout, Ticket
@@ -17,7 +18,8 @@ from kvtransfer.store import BlockStore
 @dataclass(slots=True)
 class DecodeAttempt:
     """ticket None: still waiting for blocks, or computed here. block_ids: owned by us from landed until the scheduler
-    takes them over. sequences: numbers of those that are not over.
+    takes them over. sequences: numbers of those that are not over. published: entry of the last full block, once
+    landed. num_pinned: blocks that nobody but its ticket holds, until landed.
     """
 
     key: SequenceKey
@@ -29,6 +31,8 @@ class DecodeAttempt:
     block_ids: tuple[int, ...] = ()
     first_tokens: tuple[int, ...] = ()
     prefix: Prefix | None = None
+    published: Entry | None = None
+    num_pinned: int = 0
     sequences: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -169,7 +169,8 @@ class DecodeCore:
         held = self._p.pool.hold(found)
         reserved = self._p.pool.reserve(attempt.need - len(held), self._epoch)
         assert reserved is not None, "a granted reserve found no blocks"
-        self._desk.counters["matched_tokens"] += len(held) * self._p.layout.block_size
+        if held:
+            self._desk.counters["matched_tokens"] += len(held) * self._p.layout.block_size
         layout = self._p.layout
         table = BlockTable(layout.layer_group, layout.block_size, held + reserved, attempt.num_tokens + 1)
         attempt.ticket = Ticket(self._p.incarnation, self._epoch, table, len(held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_PASSING_S = 2.0
@@ -17,12 +18,15 @@ class PoolRoom:
     promised: int
 
     def fits(self, need: int) -> bool:
-        """All tickets together hold at most half the pool, or one request."""
+        """need: blocks that would not be free any more. All tickets together hold half the pool, or one request."""
         return need <= self.spare and (self.promised == 0 or self.promised + need <= self.total // 2)
 
 
-def next_grant(needs: list[int], room: PoolRoom, head_blocked_s: float) -> int | None:
-    """Index of the reserve to grant next, or None. FIFO; smaller ones may pass a blocked head for MAX_PASSING_S."""
+def next_grant(needs: Iterable[int], room: PoolRoom, head_blocked_s: float) -> int | None:
+    """Index of the reserve to grant next, or None. FIFO; smaller ones may pass a blocked head for MAX_PASSING_S.
+
+    needs: asked for one by one, as far as they are looked at.
+    """
     for i, need in enumerate(needs):
         if room.fits(need):
             return i

@@ -23,6 +23,8 @@ class Admission:
         self._room = room
         self._events: list[Matched] = []
         self._num_found = 0
+        self.num_matched_blocks = 0
+        """Found in the cache for sequences admitted so far; what a step may find is bounded by the scheduler."""
 
     def take_events(self) -> list[Matched]:
         """Of admissions since the last call."""
@@ -46,8 +48,13 @@ class Admission:
         for that, the whole last block.
         """
         missing, available = self.missing(seq), self._room.available()
-        if missing > available and not try_hard:
+        if not seq.preemptions:
+            available -= self._room.kept
+        cache = self._pool.cache
+        seen = (cache.version if cache is not None else 0, available)
+        if missing > available and (not try_hard or seq.did_not_fit == seen):
             return False
+        seq.did_not_fit = seen
         found = [] if seq.block_ids else self._prefixes.match(seq)
         whole = len(found) * self._block_size >= len(seq.known)
         if whole and missing - len(found) + 1 + self._pool.num_cached(found) > available:
@@ -68,5 +75,6 @@ class Admission:
             self._room.bring_back(seq, len(found))
         if seq.num_computed > before:
             self._num_found += seq.num_computed - before
+            self.num_matched_blocks += len(found)
             self._events.append(Matched(seq.spec.key, seq.num_computed))
         return True

@@ -32,6 +32,8 @@ class PrefixCache:
         self._by_block: dict[int, Entry] = {}
         self._events: list[tuple[BlockEventKind, BlockKey]] = []
         self._cleared = False
+        self.version = 0
+        """Another one after every change: what was not found at one version is not there at that version."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -44,6 +46,8 @@ class PrefixCache:
 
     def match(self, keys: Sequence[BlockKey], token_ids: Sequence[int], block_size: int) -> list[Entry]:
         """Entries of the longest prefix of these full blocks that is cached. keys[i]: of tokens i * block_size on."""
+        if not keys or keys[0].digest not in self._by_key:
+            return []
         found: list[Entry] = []
         parent: Entry | None = None
         raw = array("I", token_ids[: len(keys) * block_size]).tobytes()
@@ -77,6 +81,7 @@ class PrefixCache:
         entry = Entry(key, tokens, parent, block_id)
         self._by_key[key.digest] = entry
         self._by_block[block_id] = entry
+        self.version += 1
         self._events.append((BlockEventKind.STORED, key))
         return entry, None if lost == block_id else lost
 
@@ -93,6 +98,7 @@ class PrefixCache:
         self._by_block.clear()
         self._events.clear()
         self._cleared = True
+        self.version += 1
 
     def keys(self) -> tuple[BlockKey, ...]:
         """Of everything cached now."""
@@ -117,6 +123,7 @@ class PrefixCache:
         del self._by_key[entry.key.digest]
         del self._by_block[entry.block_id]
         entry.block_id = entry.parent = None
+        self.version += 1
         self._events.append((BlockEventKind.EVICTED, entry.key))
 
 

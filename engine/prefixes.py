@@ -61,6 +61,9 @@ class Prefixes:
             return
         if seq.parent is not None and seq.parent.block_id is None:
             seq.num_published, seq.parent = 0, None
+        self._publish_up_to(seq, full)
+
+    def _publish_up_to(self, seq: SequenceState, full: int) -> None:
         self._extend_keys(seq, full)
         size = self._block_size
         for i in range(seq.num_published, full):
@@ -68,12 +71,26 @@ class Prefixes:
             seq.parent = self._pool.publish(seq.block_ids[i], seq.keys[i], tokens, seq.parent)
         seq.num_published = full
 
-    def publish_table(self, prefix: Prefix, token_ids: tuple[int, ...], block_ids: tuple[int, ...]) -> None:
-        """As publish, for blocks that came from elsewhere: block_ids[i] holds the i-th full block of these tokens."""
+    def refresh(self, seq: SequenceState) -> None:
+        """Before it gives its blocks back: if one that its own hang on was evicted, and is still in a block of its own
+        without a key, publish all anew. What hangs on nothing would be kept and never found."""
+        entry = seq.parent
+        while entry is not None and entry.block_id is not None:
+            entry = entry.parent
+        if entry is not None and seq.num_published <= len(seq.block_ids):
+            full, seq.num_published, seq.parent = seq.num_published, 0, None
+            self._publish_up_to(seq, full)
+
+    def publish_table(self, prefix: Prefix, token_ids: tuple[int, ...], block_ids: tuple[int, ...]) -> Entry | None:
+        """As publish, for blocks that came from elsewhere: block_ids[i] holds the i-th full block of these tokens.
+
+        Returns the entry of the last one.
+        """
         parent: Entry | None = None
         size = self._block_size
         for i, key in enumerate(prefix.keys):
             parent = self._pool.publish(block_ids[i], key, token_ids[i * size : (i + 1) * size], parent)
+        return parent
 
     def _extend_keys(self, seq: SequenceState, full: int) -> None:
         have = len(seq.keys)

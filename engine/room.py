@@ -7,18 +7,25 @@ by such a move stays HELD until the step is applied: nobody else, least of all a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from engine.block_pool import BlockPool
 from engine.events import Preempted
+from engine.prefixes import Prefixes
 from engine.queues import Queues
 from engine.sequence import SequenceState, Swapped
 from engine.swap_space import PreemptCosts, SwapSpace
 from kvrelay.blocks import blocks_for
 
+MANY = 16
+"""References of a block that a shortage does not look at, unless nothing could run otherwise."""
+
 
 class Room:
-    def __init__(self, pool: BlockPool, block_size: int, queues: Queues, swap: SwapSpace) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, queues: Queues, prefixes: Prefixes, swap: SwapSpace) -> None:
         self.costs = PreemptCosts()
+        self.kept = 0
+        """Blocks that sequences which have not run yet must leave: a ticket has waited for them long enough."""
         self._events: list[Preempted] = []
         self._num_lost = 0
         self.num_copied = 0
@@ -29,6 +36,7 @@ class Room:
         self._pool = pool
         self._block_size = block_size
         self._queues = queues
+        self._prefixes = prefixes
         self._swap = swap
         self._sources: Counter[int] = Counter()  # blocks to copy from, each with that many references of ours
         self._emptied: list[int] = []  # swapped out by the plan being made: free for its own sequences
@@ -109,7 +117,7 @@ class Room:
         for victim in self._queues.victims(seq, last_resort):
             chosen.append(victim)
             shortage -= victim.promised
-            for block_id in victim.block_ids:
+            for block_id in victim.block_ids if last_resort else self._own_blocks(victim):
                 references[block_id] += 1
                 if references[block_id] == self._pool.references(block_id):
                     freed.add(block_id)
@@ -118,6 +126,14 @@ class Room:
                 self._preempt_all([v for v in chosen if v.promised or not freed.isdisjoint(v.block_ids)], last_resort)
                 return True
         return False
+
+    def _own_blocks(self, seq: SequenceState) -> Iterator[int]:
+        """From the last one on, up to those that so many others refer to that preempting will hardly free them: a
+        prefix that is shared is long, and need not be walked at every shortage."""
+        for block_id in reversed(seq.block_ids):
+            if self._pool.references(block_id) > MANY:
+                return
+            yield block_id
 
     def _preempt_sharers(self, seq: SequenceState, block_id: int, last_resort: bool) -> bool:
         """Preempt all others that refer to this block of `seq`; nobody if one of them may not be."""
@@ -138,6 +154,7 @@ class Room:
 
     def release(self, seq: SequenceState) -> None:
         """It needs its blocks, and the slots it was swapped to, no more."""
+        self._prefixes.refresh(seq)
         self._pool.release(seq.block_ids)
         seq.block_ids = ()
         seq.slots = 0
@@ -174,6 +191,7 @@ class Room:
     def _preempt(self, seq: SequenceState, may_swap: bool) -> None:
         """Take its blocks and put it to the front of the queue, unless it has a place there; known tokens stay."""
         self._queues.send_back(seq)
+        self._prefixes.refresh(seq)
         num_computed = seq.num_computed
         swapped = may_swap and self._swap_out(seq)
         if not swapped:

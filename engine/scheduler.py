@@ -27,6 +27,7 @@ from engine.admission import Admission
 from engine.block_pool import BlockPool
 from engine.events import Computed, Event, Finished, Sampled
 from engine.plan import Plan, Result, SequenceSlice
+from engine.prefix_cache import Entry
 from engine.prefixes import Prefix, Prefixes
 from engine.queues import Queues
 from engine.room import Room
@@ -41,6 +42,8 @@ LOOKAHEAD = 64
 """Waiting prompts looked at in one step."""
 MATCHED_AHEAD = 4
 """So many of them are matched with the cache even if they do not fit without it."""
+MATCHED_BLOCKS = 4096
+"""Cached blocks that the admissions of one step take up; then the next step goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Scheduler:
         self._sequences: dict[SequenceKey, SequenceState] = {}
         self._queues = Queues()
         self.prefixes = Prefixes(pool, block_size, fingerprint)
-        self.room = Room(pool, block_size, self._queues, SwapSpace(swap_slots))
+        self.room = Room(pool, block_size, self._queues, self.prefixes, SwapSpace(swap_slots))
         self._admission = Admission(pool, block_size, self._queues, self.prefixes, self.room)
         self._queued_tokens = 0
         self._num_arrivals = 0
@@ -110,8 +113,10 @@ class Scheduler:
     @property
     def spare_blocks(self) -> int:
         """Free blocks that may go to others (tickets) without taking what sequences here are about to need:
-        promised blocks, one for each running sequence, and those the first waiting prompt is waiting for."""
-        head = self._admission.missing(self._queues.waiting[0]) if self._queues.waiting else 0
+        promised blocks, one for each running sequence, and those the first waiting prompt is waiting for, unless that
+        has to leave blocks to others itself (room.kept)."""
+        first = self._queues.waiting[0] if self._queues.waiting else None
+        head = self._admission.missing(first) if first is not None and (first.preemptions or not self.room.kept) else 0
         return max(0, self._pool.num_free - self._queues.promised - len(self._queues.running) - head)
 
     def fits_alone(self, spec: SequenceSpec) -> bool:
@@ -126,12 +131,14 @@ class Scheduler:
         block_ids: tuple[int, ...] = (),
         num_computed: int = 0,
         prefix: Prefix | None = None,
+        published: Entry | None = None,
         shared: bool = False,
     ) -> None:
         """Queue a sequence whose first num_computed tokens have their KV in block_ids.
 
         The scheduler takes over the caller's reference to each block and releases it when the sequence ends.
-        prefix: of its first tokens, if the caller has it already. shared: others refer to its last block too.
+        prefix: of its first tokens, if the caller has it already. published: entry of the last full one of these
+        blocks, if all have their keys. shared: others refer to its last block too.
         """
         assert spec.key not in self._sequences, f"{spec.key} is already here"
         assert 0 <= num_computed < len(spec.token_ids), f"{num_computed} of {len(spec.token_ids)} tokens computed"
@@ -143,6 +150,8 @@ class Scheduler:
         prefix = prefix or self.prefixes.of(spec)
         if prefix is not None:
             seq.chain, seq.keys = prefix.chain.copy(), list(prefix.keys)
+            if published is not None and published.block_id is not None:
+                seq.parent, seq.num_published = published, num_computed // self._block_size
             self.prefixes.publish(seq)
         seq.shared_tail = shared
         self._enter(seq)
@@ -296,8 +305,11 @@ class Scheduler:
         queues = self._queues
         passed: list[SequenceState] = []
         num_overtaken = 0
+        enough = self._admission.num_matched_blocks + MATCHED_BLOCKS
         for _ in range(min(len(queues.waiting), LOOKAHEAD)):
             if not left or len(queues.running) >= self._budgets.max_sequences:
+                break
+            if self._admission.num_matched_blocks >= enough:
                 break
             seq = queues.waiting.popleft()
             if self._admission.run_if_fits(seq, try_hard=len(passed) < MATCHED_AHEAD):

@@ -28,6 +28,7 @@ class SequenceState:
         "arrival",
         "block_ids",
         "chain",
+        "did_not_fit",
         "keys",
         "known",
         "num_computed",
@@ -66,6 +67,8 @@ class SequenceState:
         self.aborted = False
         self.chain: KeyChain | None = None
         """None: it neither uses nor fills the cache of prefixes."""
+        self.did_not_fit: tuple[int, int] | None = None
+        """Version of the cache, and blocks available, when it was last found too big: it is, until they change."""
         self.keys: list[BlockKey] = []
         """Of its first full blocks, as many as were needed so far."""
         self.parent: Entry | None = None

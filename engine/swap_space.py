@@ -29,6 +29,7 @@ class SwapSpace:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._used = bytearray(num_slots)
 
     @property
     def num_free(self) -> int:
@@ -38,8 +39,13 @@ class SwapSpace:
         """n slots, or None and nothing taken."""
         if n > len(self._free):
             return None
-        return tuple([self._free.pop() for _ in range(n)])
+        slots = tuple([self._free.pop() for _ in range(n)])
+        for slot in slots:
+            self._used[slot] = 1
+        return slots
 
     def give_back(self, slots: tuple[int, ...]) -> None:
-        assert not set(slots) & set(self._free), f"slots {slots} are free already"
+        for slot in slots:
+            assert self._used[slot], f"slot {slot} is free already"
+            self._used[slot] = 0
         self._free.extend(reversed(slots))

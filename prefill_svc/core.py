@@ -183,9 +183,8 @@ class PrefillCore:
 
     def _matched(self, event: Matched) -> None:
         attempt = self._desk.attempts.get(event.key)
-        self._desk.counters["matched_tokens"] += event.num_tokens
-        if attempt is not None:
-            attempt.notes.matched(event.num_tokens)
+        if attempt is not None and attempt.notes.matched(event.num_tokens):
+            self._desk.counters["matched_tokens"] += event.num_tokens
 
     def _sampled(self, event: Sampled, now: float) -> None:
         attempt = self._desk.attempts.get(whole(event.key))

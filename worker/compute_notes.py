@@ -24,11 +24,13 @@ class ComputeNotes:
             self.started_at = planned_at
         self.chunks.append((planned_at - self.received_at, now - planned_at, num_tokens))
 
-    def matched(self, num_tokens: int) -> None:
+    def matched(self, num_tokens: int) -> bool:
         """Admitted with so many tokens computed, as told after its first step; what was preempted later and found again
-        was computed here."""
-        if self.num_cached_tokens is None and len(self.chunks) <= 1:
+        was computed here. Returns whether it counts."""
+        counts = self.num_cached_tokens is None and len(self.chunks) <= 1
+        if counts:
             self.num_cached_tokens = num_tokens
+        return counts
 
     def record(self, key: SequenceKey) -> ComputeRecord:
         started_at = self.started_at if self.started_at is not None else self.received_at

@@ -129,7 +129,7 @@ def test_slots_are_given_back_once_and_reused_last_given_first() -> None:
     space.give_back((0, 1))
     assert (space.num_free, space.take(3)) == (3, (0, 1, 2))
     space.give_back((1,))
-    with pytest.raises(AssertionError, match="are free already"):
+    with pytest.raises(AssertionError, match="is free already"):
         space.give_back((1,))
 
 
