@@ -89,7 +89,7 @@ class SimCluster:
             else:
                 history.leave_after_s = rng.uniform(0.0, 0.5)
         if "slow_reader" in faults and rng.random() < 0.2:
-            history.read_pause_s = rng.choice((0.05, 0.5))
+            history.read_pause_s = rng.choice((0.05, 0.5)) / ask.n
         return history
 
     @property
