@@ -31,7 +31,9 @@ COLORS = {
     "migration": "#2a2a2a",
     "unexplained": "#ff00c8",
 }
-PLAIN, PROMPT, PREEMPTING = "#a9c4de", "#d1603d", "#b8860b"
+DARK = frozenset({"base_compute", "kv_wait", "host_stall", "migration"})
+"""Words on these are white."""
+PLAIN, NEXT, PROMPT, PREEMPTING = "#8fb4d6", "#c3d7ea", "#d1603d", "#b8860b"
 MAX_BARS = 4000
 """Steps or gaps that are drawn one by one: more would be less than a pixel each; the longest are kept."""
 
@@ -122,8 +124,10 @@ def _steps(
     seen = seen[np.argsort(-width[seen])][:MAX_BARS]
     prompt = steps.columns["prefill_tokens"][seen] > 0
     gave_up = (steps.columns["preemptions"][seen] > 0) | (steps.columns["swapped_blocks"][seen] > 0)
+    odd = steps.ids[seen] % 2 == 1  # neighbours in two tones: a long one shows
     kinds = (
-        ("step", PLAIN, ~prompt & ~gave_up),
+        ("step", PLAIN, ~prompt & ~gave_up & odd),
+        ("the next", NEXT, ~prompt & ~gave_up & ~odd),
         ("with prompt tokens", PROMPT, prompt & ~gave_up),
         ("that preempted or swapped", PREEMPTING, gave_up),
     )
@@ -168,14 +172,15 @@ def _shares(axes: Axes, joined: Joined) -> None:
     axes.set_xlim(0, 1)
     axes.invert_yaxis()
     if axes.get_legend_handles_labels()[1]:  # the colours of the panel above, too
-        axes.legend(frameon=False, ncols=7, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1.0))
+        axes.legend(frameon=False, ncols=8, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1.0))
     _tidy(axes)
 
 
 def _name_parts(axes: Axes, name: str, part: Floats, left: Floats) -> None:
+    ink = "white" if name in DARK else "black"
     for place, (share, begin) in enumerate(zip(part.tolist(), left.tolist(), strict=True)):
         if share > 0.08:
-            axes.text(begin + share / 2, place, f"{name}\n{share:.0%}", ha="center", va="center", fontsize=8)
+            axes.text(begin + share / 2, place, f"{name}\n{share:.0%}", ha="center", va="center", fontsize=8, color=ink)
 
 
 def _share(seconds: Floats, cause: int) -> float:
