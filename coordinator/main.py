@@ -98,7 +98,8 @@ class Coordinator:
         self._telling = Telling(
             traced, self.dispatcher.steps, self.roster.clock_of, slow_s=config.trace_slow_s, measures=tells
         )
-        self._metrics = CoordinatorMetrics(self.dispatcher, self.roster, self._telling.figures, traced)
+        self.figures = self._telling.figures
+        self._metrics = CoordinatorMetrics(self.dispatcher, self.roster, self.figures, traced)
         self._metrics_server: MetricsServer | None = None
         self._tokenizing = Tokenizing(model.codec)
         self._tasks: list[asyncio.Task[None]] = []
