@@ -62,6 +62,19 @@ def test_time_between_tokens_first_token_pools_and_transfers_have_a_dashboard_ea
         assert name in used
 
 
+def test_dashboards_choose_and_group_by_labels_that_there_are():
+    labels = {"le", "cause", "outcome", "worker", "role", "state", "event", "process", "job"}
+    scraped = {
+        rule["target_label"] for job in read("prometheus.yaml")["scrape_configs"] for rule in job["relabel_configs"]
+    }
+    assert scraped == {"process"}, "role is the label of a worker's metrics already"
+    for path in DASHBOARDS:
+        for question in questions(json.loads(path.read_text())):
+            grouped = {name for group in re.findall(r"by \(([^)]*)\)", question) for name in group.split(", ")}
+            chosen = set(re.findall(r"[{,] ?(\w+)=", question))
+            assert grouped | chosen <= labels, question
+
+
 def test_causes_that_dashboards_name_are_causes():
     for path in DASHBOARDS:
         for question in questions(json.loads(path.read_text())):
