@@ -115,7 +115,8 @@ def _reserved(state: State, event: ReservedBy, now: float) -> Step:
 def _refused(state: State, event: RefusedBy, now: float) -> Step:
     """No room at this moment sends the request back to the queue, and so does a worker that is about to go.
 
-    Any other refusal is the client's answer.
+    Any other refusal is the client's answer. But one that has run already was right, and where it asks too much now,
+    that is the fault of the worker that is left: it moves until a better one is there, or its attempts are used up.
     """
     role = state.role_of(event.worker, event.attempt)
     if role is None:
@@ -124,7 +125,8 @@ def _refused(state: State, event: RefusedBy, now: float) -> Step:
     if event.code == errors.ResourceExhausted.__name__:
         return no_room(state, now)
     error = error_named(event.code, event.message, event.field, event.retry_after_s)
-    if not error.retryable:
+    has_run = bool(state.tokens_so_far) or state.tries.lost > 0
+    if not error.retryable and not (has_run and isinstance(error, errors.InvalidArgument)):
         return end(state, Fail(error))
     words = f"{role} worker {event.worker} did not take it: {event.message}"
     return move(state, Loss(Cause.NOT_TAKEN, event.worker, words), now)

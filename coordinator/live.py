@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from coordinator.events import Loss, Placement
+from coordinator.events import Cause, Loss, Placement
 from coordinator.journal import Journal
 from coordinator.output import OutputText
 from coordinator.states import RequestFacts, State
 from coordinator.steps_heard import WorkerSteps
 from coordinator.stream import StreamBuffer
 from coordinator.views import Want
-from kvrelay.requests import FinishReason, RequestId
+from kvrelay.requests import FinishReason, RequestId, WorkerId
 from kvrelay.session import ComputeRecord, Pushed
 
 
@@ -57,6 +57,15 @@ class Attempt:
     lost_at: float | None = None
     steps: WorkerSteps | None = None
     """Of the decode worker."""
+
+    def to_avoid(self) -> tuple[WorkerId, ...]:
+        """With whom not to try again. Of a hand-off that failed nobody knows which of the two it was."""
+        loss, placement = self.loss, self.placement
+        if loss is None:
+            return ()
+        if loss.cause is Cause.FAILED and self.landed_at is None and placement is not None:
+            return tuple(worker for worker in (placement.prefill, placement.decode) if worker is not None)
+        return (loss.worker,)
 
 
 @dataclass(slots=True)
@@ -122,15 +131,13 @@ class Live:
 
     def want(self) -> Want:
         last_slots = len(self.facts.prompt_ids) + self.facts.stop.max_tokens - 1
-        last = self.lost[-1].placement if self.lost else None
-        avoid = () if last is None else (last.prefill, last.decode)
         return Want(
             num_tokens=self.num_known_tokens,
             needs_decode=self.needs_decode,
             blocked_since=self.blocked_since,
             not_before=self.not_before,
             last_slots=last_slots,
-            avoid=avoid,
+            avoid=self.lost[-1].to_avoid() if self.lost else (),
             keys=self.facts.keys,
             num_sequences=self.facts.n,
         )

@@ -8,14 +8,14 @@ what it costs on decode, so the best pair is the best of each role. Policies:
   longest ago. random: by a hash of the snapshot's serial.
 
 All pass over workers without room, and one whose whole pool is too small while there is a larger one, and take one that
-the request has just been lost with only if there is no other. With no prefill worker at all decode computes prompts.
+the request is to avoid only if there is no other. With no prefill worker at all decode computes prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coordinator.events import Placement
@@ -72,6 +72,7 @@ DEFAULT_RULES = Rules()
 def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Routed | None:
     """A placement that has room now, or None. Caches are looked at only if somebody may have room."""
     alone = not snapshot.prefill
+    want = _without_gone(snapshot, want)
     prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v, want)]
     decodes = [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
     may_be_local = alone or (want.needs_decode and rules.local_prefill_below > 0)
@@ -200,6 +201,14 @@ class _Look:
 
 def _depths(snapshot: Snapshot, want: Want, rules: Rules) -> Mapping[WorkerId, int]:
     return snapshot.index.depths(want.keys) if want.keys and rules.policy == "cache_aware" else {}
+
+
+def _without_gone(snapshot: Snapshot, want: Want) -> Want:
+    """Of two workers to avoid of which one is gone, that one was the trouble."""
+    if len(want.avoid) < 2:
+        return want
+    here = {view.worker_id for view in (*snapshot.prefill, *snapshot.decode)}
+    return want if here.issuperset(want.avoid) else replace(want, avoid=())
 
 
 def _load(view: DecodeView) -> float:

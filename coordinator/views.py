@@ -95,6 +95,7 @@ class Want:
 
     num_tokens: known, and to be computed or found in a cache now; last_slots: token slots that the request fills if it
     goes on to its last token. keys: of the prompt's full blocks. num_sequences: that go on from these tokens.
+    avoid: who may be to blame for the last loss; both workers of a hand-off that failed.
     """
 
     num_tokens: int
@@ -102,7 +103,7 @@ class Want:
     blocked_since: float | None = None
     not_before: float = 0.0
     last_slots: int = 0
-    avoid: tuple[WorkerId | None, ...] = ()
+    avoid: tuple[WorkerId, ...] = ()
     keys: tuple[BlockKey, ...] = ()
     num_sequences: int = 1
 

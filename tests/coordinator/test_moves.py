@@ -37,6 +37,24 @@ def test_a_lost_worker_moves_the_request_in_every_phase(phase: Phase, lost: Work
     assert state == State(facts(), attempt=1, num_tokens=before.num_tokens, tries=Tries(lost=1))
 
 
+@pytest.mark.parametrize("state", [State(facts(), attempt=1, num_tokens=1), State(facts(), tries=Tries(lost=1))])
+def test_a_request_that_has_run_moves_when_the_worker_that_is_left_is_too_small(state: State) -> None:
+    lost, attempt = state.tries.lost, state.attempt
+    state, _ = play(state, ev.Place(PLACED, (65,) * state.num_tokens))
+    state, actions = play(state, ev.RefusedBy(D, attempt, "InvalidArgument", "does not fit 9 blocks", "max_tokens"))
+    loss = Loss(Cause.NOT_TAKEN, D, "decode worker d0 did not take it: does not fit 9 blocks")
+    assert actions == [ReleasePlacement(P, D), Requeue(10.0 + 0.02 * (lost + 1), loss)]
+    assert (state.phase, state.attempt, state.tries) == (Phase.QUEUED, attempt + 1, Tries(lost=lost + 1))
+
+
+def test_a_request_that_no_worker_takes_ends_when_its_attempts_are_used_up() -> None:
+    state, _ = play(State(facts(), attempt=3, num_tokens=1, tries=Tries(4, 3)), ev.Place(PLACED, (65,)))
+    _, actions = play(state, ev.RefusedBy(D, 3, "InvalidArgument", "does not fit", "max_tokens"))
+    (last,) = [action for action in actions if isinstance(action, Fail)]
+    words = "attempts used up (4); the last one: decode worker d0 did not take it: does not fit"
+    assert (type(last.error), last.error.message) == (errors.Aborted, words)
+
+
 def test_decode_lost_after_prefill_has_ended_aborts_nobody() -> None:
     state, _ = play(in_phase(Phase.DECODING), ev.WorkerEnded(P, 0, "length"))
     state, actions = play(state, ev.WorkerLost(D))

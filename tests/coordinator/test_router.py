@@ -93,6 +93,12 @@ def test_a_worker_that_the_request_was_lost_with_is_taken_only_if_there_is_no_ot
     assert place(Snapshot((p("p0"),), (d("d0"),)), want, Rules(policy)) == placed("p0", "d0")
 
 
+def test_of_two_workers_to_avoid_one_that_is_gone_was_the_trouble() -> None:
+    want = Want(5, avoid=(WorkerId("p0"), WorkerId("d0")))
+    assert place(Snapshot((p("p0"), p("p1", 400)), (d("d1"),)), want) == placed("p0", "d1")
+    assert place(Snapshot((p("p1"),), (d("d0"), d("d1", 5))), want) == placed("p1", "d0")
+
+
 def test_a_prefill_worker_holds_two_chunk_budgets_or_one_request_of_any_length() -> None:
     decode = (d("d0", free=1000),)
     assert place(Snapshot((p("p0", 512),), decode), Want(512)) == placed("p0", "d0")
