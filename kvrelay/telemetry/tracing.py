@@ -16,6 +16,7 @@ from opentelemetry.trace import NoOpTracerProvider, Span, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvrelay.telemetry.export import Dropped, Gate, Queue
+from kvrelay.telemetry.otlp_lines import LinesExporter
 
 QUEUE_SPANS = 4096
 """Spans waiting for export; beyond it new ones are dropped: telling never holds serving."""
@@ -78,10 +79,8 @@ def traceparent_of(span: Span | None = None) -> str:
 
 
 def _file_exporter(service_name: str, directory: Path) -> SpanExporter:
-    from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
-
     directory.mkdir(parents=True, exist_ok=True)
-    return FileSpanExporter(directory / f"{service_name}-{os.getpid()}.jsonl")
+    return LinesExporter(directory / f"{service_name}-{os.getpid()}.jsonl")
 
 
 def _collector_exporter(endpoint: str) -> SpanExporter:
