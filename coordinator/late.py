@@ -32,13 +32,14 @@ class Gaps:
         return max((gaps[-1] for gaps in self.gaps if gaps), default=0.0)
 
 
-def gaps_of(live: Live) -> Gaps:
-    """Tokens that were never written are left out."""
+def gaps_of(live: Live, with_causes: bool = True) -> Gaps:
+    """Tokens that were never written are left out. with_causes: sum them up, which takes most of the time."""
     out = Gaps()
     for one in live.children or (live,):
         sent = one.journal.sent
         gaps = list(map(sub, sent[1:], sent))
-        _by_cause(one, out.by_cause)
+        if with_causes:
+            _by_cause(one, out.by_cause)
         ordered = sorted(gaps)
         out.gaps.append(ordered)
         if ordered and ordered[-1] > LATE_S:

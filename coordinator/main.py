@@ -96,7 +96,11 @@ class Coordinator:
         self.roster = Roster(uuid4().hex, served, wants_steps=tells)
         self.dispatcher = Dispatcher(config, self.roster, StepsHeard(keep=traced.is_on))
         self._telling = Telling(
-            traced, self.dispatcher.steps, self.roster.clock_of, slow_s=config.trace_slow_s, measures=tells
+            traced,
+            self.dispatcher.steps,
+            self.roster.clock_of,
+            slow_s=config.trace_slow_s,
+            measures=bool(config.metrics),
         )
         self.figures = self._telling.figures
         self._metrics = CoordinatorMetrics(self.dispatcher, self.roster, self.figures, traced)

@@ -72,9 +72,9 @@ class Telling:
         recording = span.is_recording()
         if not recording and not self._measures:
             return
-        gaps = gaps_of(live)
-        ttft_s = _ttft(live)
-        self.figures.measured(gaps, ttft_s, now - live.times.accepted_at)
+        gaps, ttft_s = gaps_of(live, self._measures), _ttft(live)
+        if self._measures:
+            self.figures.measured(gaps, ttft_s, now - live.times.accepted_at)
         if not recording:
             return
         kept = self._kept(span, gaps, ttft_s)
