@@ -21,7 +21,7 @@ from typing import TypeVar
 from coordinator.events import Placement
 from coordinator.views import DecodeView, PrefillView, Share, Snapshot, Want
 from kvrelay.blocks import blocks_for
-from kvrelay.requests import WorkerId
+from kvrelay.requests import Role, WorkerId
 
 TICKET_BUDGETS = 2
 """Chunk budgets of ticketed tokens that a prefill worker may have at once; one request on an idle one always may.
@@ -30,6 +30,8 @@ A request may wait behind as many tokens more as are cached there of its own: se
 """
 PASS_S = 2.0
 """How long smaller requests may pass a blocked head of the queue."""
+BLOCK_TOKENS = 16
+"""What each further sequence of a prompt counts when the sizes of requests are compared."""
 LOOK_AHEAD = 64
 """How many requests behind a blocked head are looked at."""
 MOVED_SHARE = 1 / 16
@@ -65,6 +67,12 @@ class Routed:
         computes = worker == self.placement.prefill or self.placement.prefill is None
         return Share(self.num_tokens, self.num_uncached if computes else 0, self.num_sequences)
 
+    @property
+    def roles(self) -> frozenset[Role]:
+        """Of whose workers it takes one."""
+        workers = ((Role.PREFILL, self.placement.prefill), (Role.DECODE, self.placement.decode))
+        return frozenset(role for role, worker in workers if worker is not None)
+
 
 DEFAULT_RULES = Rules()
 
@@ -73,8 +81,7 @@ def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Route
     """A placement that has room now, or None. Caches are looked at only if somebody may have room."""
     alone = not snapshot.prefill
     want = _without_gone(snapshot, want)
-    prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v, want)]
-    decodes = [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
+    prefills, decodes = _with_room(snapshot, want)
     may_be_local = alone or (want.needs_decode and rules.local_prefill_below > 0)
     if ((want.needs_decode or alone) and not decodes) or not (prefills or may_be_local):
         return None
@@ -95,22 +102,53 @@ def next_to_place(
 ) -> tuple[int, Routed] | None:
     """Position in the queue and placement of the request to place next, None when nobody can be placed now.
 
-    First come, first served; past a head that has been blocked for less than PASS_S, smaller requests may go.
+    First come, first served; past a head that has been blocked for less than PASS_S, smaller requests may go. Later
+    only those may that take nothing from it: no worker of a role that it waits for.
     """
     head: Want | None = None
+    lacks: frozenset[Role] = frozenset()
     for position, want in enumerate(queue[:LOOK_AHEAD]):
-        if want.not_before > now:
-            continue
-        if head is not None and want.num_tokens >= head.num_tokens:
+        if want.not_before > now or (head is not None and not _may_pass(want, head, lacks, rules)):
             continue
         routed = route(snapshot, want, rules)
-        if routed is not None:
+        if routed is not None and not routed.roles & lacks:
             return position, routed
         if head is None:
             head = want
             if want.blocked_since is not None and now - want.blocked_since >= PASS_S:
-                return None
+                lacks = _lacks(snapshot, want, rules)
     return None
+
+
+def _may_pass(want: Want, head: Want, lacks: frozenset[Role], rules: Rules) -> bool:
+    """Whether there is any sense in looking for a placement. lacks: empty while smaller requests may go."""
+    if not lacks:
+        return _size(want) < _size(head)
+    return not (
+        (Role.DECODE in lacks and want.needs_decode) or (Role.PREFILL in lacks and rules.local_prefill_below == 0)
+    )
+
+
+def _size(want: Want) -> int:
+    """In tokens; each further sequence takes a block of its own."""
+    return want.num_tokens + BLOCK_TOKENS * (want.num_sequences - 1)
+
+
+def _lacks(snapshot: Snapshot, want: Want, rules: Rules) -> frozenset[Role]:
+    """The roles of which no worker has room for a request that cannot be placed."""
+    look = _Look(want, rules.policy, snapshot.serial, _depths(snapshot, want, rules))
+    prefills, decodes = _with_room(snapshot, want)
+    on_decode = want.needs_decode or not snapshot.prefill
+    lacks = {Role.DECODE} if on_decode and look.best_decode(decodes) is None else set()
+    if snapshot.prefill and look.best_prefill(prefills) is None:
+        lacks.add(Role.PREFILL)
+    return frozenset(lacks)
+
+
+def _with_room(snapshot: Snapshot, want: Want) -> tuple[list[PrefillView], list[DecodeView]]:
+    """Those that may have room, before anybody has looked into caches."""
+    prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v, want)]
+    return prefills, [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
 
 
 Order = tuple[bool | float | int | str, ...]
@@ -207,7 +245,7 @@ def _without_gone(snapshot: Snapshot, want: Want) -> Want:
     """Of two workers to avoid of which one is gone, that one was the trouble."""
     if len(want.avoid) < 2:
         return want
-    here = {view.worker_id for view in (*snapshot.prefill, *snapshot.decode)}
+    here = {view.worker_id for view in snapshot.prefill} | {view.worker_id for view in snapshot.decode}
     return want if here.issuperset(want.avoid) else replace(want, avoid=())
 
 

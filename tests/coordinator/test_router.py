@@ -32,8 +32,13 @@ def place(snapshot: Snapshot, want: Want, rules: Rules = Rules()) -> Placement |
     return routed.placement if routed else None
 
 
-def next_placed(queue: list[Want], snapshot: Snapshot, now: float) -> tuple[int, Placement] | None:
-    found = next_to_place(queue, snapshot, now)
+def next_placed(
+    queue: list[Want],
+    snapshot: Snapshot,
+    now: float,
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+) -> tuple[int, Placement] | None:
+    found = next_to_place(queue, snapshot, now, rules)
     return (found[0], found[1].placement) if found else None
 
 
@@ -184,6 +189,26 @@ def test_smaller_requests_pass_a_blocked_head_for_a_bounded_time() -> None:
     queue = [Want(500, blocked_since=10.0), Want(600), Want(24)]
     assert next_placed(queue, snapshot, 10.0 + PASS_S - 0.1) == (2, placed("p0", "d0"))
     assert next_placed(queue, snapshot, 10.0 + PASS_S) is None
+
+
+def test_past_a_head_that_waits_for_long_go_those_that_take_no_worker_of_the_role_it_waits_for() -> None:
+    local, late = Rules(local_prefill_below=256), 10.0 + PASS_S
+    busy, idle = Snapshot((p("p0", 9000),), (d("d0", 1),)), Snapshot((p("p0"),), (d("d0", 1, 1),))
+    long, short, one = Want(1000, blocked_since=10.0), Want(50), Want(9000, needs_decode=False)
+    assert next_placed([long, short], busy, late, local) == (1, placed(None, "d0"))
+    assert next_placed([long, short], busy, late) is None
+    assert next_placed([long, one, short], idle, late, local) == (1, placed("p0", None))
+    assert next_placed([long, short], idle, late, local) is None
+    full = Snapshot((p("p0", 9000),), (d("d0", 1, 1),))
+    assert next_placed([long, one, short], full, late, local) is None
+    assert next_placed([long, Want(300)], busy, late, local) is None
+
+
+def test_many_sequences_of_a_short_prompt_are_no_small_request() -> None:
+    snapshot = Snapshot((p("p0"),), (d("d0", 1, 10),))
+    many = Want(5, num_sequences=8)
+    assert next_placed([many, Want(6), Want(200)], snapshot, 0.0) == (1, placed("p0", "d0"))
+    assert next_placed([Want(117, num_sequences=1), many], Snapshot((p("p0", 2000),), (d("d0"),)), 0.0) is None
 
 
 def test_a_request_that_waits_to_be_tried_again_is_skipped_and_blocks_nobody() -> None:
