@@ -55,9 +55,10 @@ class WorkerLoad:
             if assignment.loads_left:
                 assignment.loads_left -= 1
 
-    def prefill_view(self, silent: bool) -> PrefillView:
+    def prefill_view(self, silent: bool, leaving: bool = False) -> PrefillView:
         """ticketed_tokens is never more than what was assigned here: a stale report must not hold up the queue."""
         load = self.load
+        leaving = leaving or (load is not None and load.draining)
         total = sum(a.share.to_compute for a in self._assigned.values())
         queued = self._reported_queue() + sum(share.to_compute for share in self._unseen())
         return PrefillView(
@@ -65,11 +66,12 @@ class WorkerLoad:
             queued_tokens=queued,
             ticketed_tokens=min(total, queued),
             step_tokens=self.description.step_tokens,
-            usable=load is not None and not load.draining and not silent,
+            usable=load is not None and not leaving and not silent,
             last_assigned=self.last_assigned,
             total_blocks=self.description.num_blocks,
             block_size=self.description.layout.block_size,
             filled=1.0 - load.blocks.free / load.blocks.total if load and load.blocks.total else 0.0,
+            leaving=leaving,
         )
 
     def decode_view(self, silent: bool) -> DecodeView:
@@ -91,6 +93,7 @@ class WorkerLoad:
             last_assigned=self.last_assigned,
             cached_blocks=min(load.blocks.cached, max(0, free)) if load else 0,
             queued_tokens=(load.queued_tokens if load else 0) + sum(share.to_compute for share in unseen),
+            step_tokens=self.description.step_tokens,
         )
 
     def _reported_queue(self) -> int:

@@ -97,11 +97,11 @@ class Roster:
         leaving = {w for w, known in self._state.workers.items() if known.leaving}
         prefill, decode = [], []
         for worker, load in self._loads.items():
-            unusable = worker in leaving or self._sessions[worker].silent_s() > rg.STALLED_S
+            silent = self._sessions[worker].silent_s() > rg.STALLED_S
             if load.description.role is Role.PREFILL:
-                prefill.append(load.prefill_view(unusable))
+                prefill.append(load.prefill_view(silent, worker in leaving))
             else:
-                decode.append(load.decode_view(unusable))
+                decode.append(load.decode_view(silent or worker in leaving))
         return Snapshot(tuple(prefill), tuple(decode), self._cached.index, self._serial)
 
     # what requests do to workers

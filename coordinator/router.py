@@ -8,7 +8,7 @@ what it costs on decode, so the best pair is the best of each role. Policies:
   longest ago. random: by a hash of the snapshot's serial.
 
 All pass over workers without room, and one whose whole pool is too small while there is a larger one, and take one that
-the request is to avoid only if there is no other. With no prefill worker at all decode computes prompts.
+the request is to avoid only if there is no other. With no prefill worker but such that leave decode computes prompts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ DEFAULT_RULES = Rules()
 
 def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Routed | None:
     """A placement that has room now, or None. Caches are looked at only if somebody may have room."""
-    alone = not snapshot.prefill
+    alone = _is_alone(snapshot)
     want = _without_gone(snapshot, want)
     prefills, decodes = _with_room(snapshot, want)
     may_be_local = alone or (want.needs_decode and rules.local_prefill_below > 0)
@@ -87,7 +87,8 @@ def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Route
         return None
     look = _Look(want, rules.policy, snapshot.serial, _depths(snapshot, want, rules))
     if may_be_local:
-        local = look.best_local(decodes, want.num_tokens + 1 if alone else rules.local_prefill_below)
+        queue = None if alone else look.shortest_queue(snapshot.prefill)
+        local = look.best_local(decodes, want.num_tokens + 1 if alone else rules.local_prefill_below, queue)
         if local is not None:
             return look.routed(None, local)
     prefill = look.best_prefill(prefills)
@@ -138,11 +139,17 @@ def _lacks(snapshot: Snapshot, want: Want, rules: Rules) -> frozenset[Role]:
     """The roles of which no worker has room for a request that cannot be placed."""
     look = _Look(want, rules.policy, snapshot.serial, _depths(snapshot, want, rules))
     prefills, decodes = _with_room(snapshot, want)
-    on_decode = want.needs_decode or not snapshot.prefill
+    alone = _is_alone(snapshot)
+    on_decode = want.needs_decode or alone
     lacks = {Role.DECODE} if on_decode and look.best_decode(decodes) is None else set()
-    if snapshot.prefill and look.best_prefill(prefills) is None:
+    if not alone and look.best_prefill(prefills) is None:
         lacks.add(Role.PREFILL)
     return frozenset(lacks)
+
+
+def _is_alone(snapshot: Snapshot) -> bool:
+    """Whether decode does without prefill. One that is silent may come back in a moment; one that leaves will not."""
+    return all(view.leaving for view in snapshot.prefill)
 
 
 def _with_room(snapshot: Snapshot, want: Want) -> tuple[list[PrefillView], list[DecodeView]]:
@@ -174,10 +181,17 @@ class _Look:
     def best_decode(self, views: Sequence[DecodeView]) -> DecodeView | None:
         return min(filter(self._has_blocks, views), key=self._decode_order, default=None)
 
-    def best_local(self, views: Sequence[DecodeView], below: int) -> DecodeView | None:
-        """Of the workers that would have to compute fewer tokens than `below`."""
+    def best_local(self, views: Sequence[DecodeView], below: int, queue: int | None) -> DecodeView | None:
+        """Of the workers that would have to compute fewer tokens than `below`, and to do so not behind more tokens than
+        at prefill (queue: see there); one that has it done in a step is soon enough anyhow."""
         few = [view for view in views if self.uncached(view) < below and self._has_blocks(view)]
+        if queue is not None:
+            few = [v for v in few if v.queued_tokens + self.uncached(v) <= max(queue, v.step_tokens)]
         return min(few, key=self._local_order, default=None)
+
+    def shortest_queue(self, views: Sequence[PrefillView]) -> int | None:
+        """Tokens that the best prefill worker has to compute until this prompt is done; None without a usable one."""
+        return min((view.queued_tokens + self.uncached(view) for view in views if view.usable), default=None)
 
     def routed(self, prefill: PrefillView | None, decode: DecodeView | None) -> Routed:
         computes = prefill or decode

@@ -15,7 +15,7 @@ class PrefillView:
     """queued_tokens: reported and not yet computed, plus what was assigned and is not in a report yet.
 
     ticketed_tokens: the part of it that came from this coordinator. total_blocks: of the pool, 0 if unknown.
-    filled: share of the pool that holds anything, in use or cached, 0 .. 1.
+    filled: share of the pool that holds anything, in use or cached, 0 .. 1. leaving: it takes nothing any more, ever.
     """
 
     worker_id: WorkerId
@@ -27,6 +27,7 @@ class PrefillView:
     total_blocks: int = 0
     block_size: int = 16
     filled: float = 0.0
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class DecodeView:
     last_assigned: int = 0
     cached_blocks: int = 0
     queued_tokens: int = 0
+    step_tokens: int = 512
 
     @property
     def occupancy(self) -> float:

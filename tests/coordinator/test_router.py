@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +154,27 @@ def test_without_a_prefill_worker_decode_computes_every_prompt(policy: str) -> N
     assert place(Snapshot((), decode), Want(5000), rules) == placed(None, "d0")
     assert place(Snapshot((), decode), Want(5000, needs_decode=False), rules) == placed(None, "d0")
     assert place(Snapshot((), (d("d0", 8),)), Want(5000, needs_decode=False), rules) is None
+
+
+def test_decode_computes_prompts_when_every_prefill_worker_leaves_but_not_when_one_is_silent() -> None:
+    leaving = replace(p("p0", usable=False), leaving=True)
+    silent = p("p1", usable=False)
+    assert place(Snapshot((leaving,), (d("d0"),)), Want(500)) == placed(None, "d0")
+    assert place(Snapshot((leaving,), (d("d0"),)), Want(500, needs_decode=False)) == placed(None, "d0")
+    assert place(Snapshot((leaving, silent), (d("d0"),)), Want(500)) is None
+    assert place(Snapshot((leaving, p("p1")), (d("d0"),)), Want(500)) == placed("p1", "d0")
+
+
+def test_short_prompts_go_to_prefill_when_more_waits_at_decode() -> None:
+    rules = Rules(local_prefill_below=256)
+    for queued, local in ((312, True), (313, False), (600, False), (200_000, False)):
+        decode = replace(d("d0", 1), queued_tokens=queued)
+        found = place(Snapshot((p("p0", 100),), (decode,)), Want(200), rules)
+        assert found == (placed(None, "d0") if local else placed("p0", "d0"))
+    busy = replace(d("d0", 1), queued_tokens=600)
+    assert place(Snapshot((p("p0", 600),), (busy,)), Want(200), rules) == placed(None, "d0")
+    assert place(Snapshot((p("p0", 599),), (busy,)), Want(200), rules) == placed("p0", "d0")
+    assert place(Snapshot((), (busy,)), Want(200), rules) == placed(None, "d0")
 
 
 def test_a_prefill_worker_that_is_up_and_has_no_room_is_waited_for() -> None:

@@ -81,7 +81,7 @@ def load(queued: int = 0, free: int = 50, running: int = 0, draining: bool = Fal
 
 def test_a_prompt_counts_on_top_of_the_report_until_two_loads_came_after_it_was_sent() -> None:
     w = WorkerLoad(description(Role.PREFILL))
-    assert not w.prefill_view(False).usable
+    assert (w.prefill_view(False).usable, w.prefill_view(False).leaving) == (False, True)
     w.reported(load(queued=0))
     w.assign(A, Share(1000, 300), 1)
     w.sent(A)
