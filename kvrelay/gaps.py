@@ -65,7 +65,9 @@ PHASE_TIMES = 10.0
 IDLE_S = 0.002
 """Between two steps of a busy worker there is less than this."""
 WRITE_S = 0.005
-"""Writing a token to a reader that reads takes no longer than this."""
+"""What writing to a reader that reads may take of a write that was slow."""
+SLOW_WRITE_S = 0.05
+"""A write up to this long may be a busy process's own doing, and is delivery."""
 
 
 class TokenPoint(NamedTuple):
@@ -105,8 +107,9 @@ def accumulate(
         return
     begun = token.arrived_s if token.arrived_s > previous.sent_s else previous.sent_s
     writing = min(gap, max(0.0, token.sent_s - begun))
-    out[DELIVERY] += min(writing, WRITE_S)
-    out[SLOW_READER] += max(0.0, writing - WRITE_S)
+    slow = writing - WRITE_S if writing > SLOW_WRITE_S else 0.0
+    out[DELIVERY] += writing - slow
+    out[SLOW_READER] += slow
     waiting = gap - writing
     if waiting <= 0.0:
         return
@@ -260,7 +263,7 @@ def accumulate_stream(
         if step is not None and steps is not None:
             step_id = step[0]
             own = parts.get(step_id) or _parts(step, steps)
-            if before is not None and step_id == last_id + 1 and sent[i] - arrived[i] <= WRITE_S:
+            if before is not None and step_id == last_id + 1 and sent[i] - arrived[i] <= SLOW_WRITE_S:
                 part = own[END] - before[END]
                 between = part - own[TOOK]
                 if 0.0 <= between <= IDLE_S and arrived[i] >= last_sent:

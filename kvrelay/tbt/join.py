@@ -187,7 +187,8 @@ def _split(tokens: Tokens, later: Ints, records: Sequence[list[StepRecord]]) -> 
     gap = np.maximum(0.0, sent - before)
     writing = np.minimum(gap, np.maximum(0.0, sent - np.maximum(tokens.arrived_s[later], before)))
     waiting = gap - writing
-    delivery, slow = np.minimum(writing, gaps.WRITE_S), np.maximum(0.0, writing - gaps.WRITE_S)
+    slow = np.where(writing > gaps.SLOW_WRITE_S, writing - gaps.WRITE_S, 0.0)
+    delivery = writing - slow
     moved = tokens.attempt[earlier] != tokens.attempt[later]
     first = tokens.step_id[earlier] == 0
     paired = ~moved & (tokens.row[earlier] >= 0) & (tokens.row[later] >= 0)
