@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -73,53 +73,62 @@ def test_a_block_under_a_key_of_other_tokens_is_found(engine: LocalEngine) -> No
         pool.publish(block, wrong, PROMPT[16:32], first)
 
 
-@pytest.fixture
-def cluster() -> Iterator[tuple[World, CoordinatorNode, WorkerNode]]:
+def in_cluster(check: Callable[[World, CoordinatorNode, WorkerNode], None]) -> None:
+    """Calls it with one coordinator and one decode worker that have just started; nothing of them is left behind."""
+    with dropping_what_is_left():
+        _call(check)
+
+
+def _call(check: Callable[[World, CoordinatorNode, WorkerNode], None]) -> None:
     world = World(5)
     net = Network(world)
-    with dropping_what_is_left():
-        coordinator = CoordinatorNode(world, net, "c0", 1, CoordinatorConfig(executor="hash"))
-        shape = WorkerShape(Role.DECODE, "d0", ("c0:1",), "nixl", 8, 32, 4, 0.01, swap_slots=4)
-        worker = WorkerNode(world, net, Fabric(world), shape, 1)
-        yield world, coordinator, worker
+    coordinator = CoordinatorNode(world, net, "c0", 1, CoordinatorConfig(executor="hash"))
+    shape = WorkerShape(Role.DECODE, "d0", ("c0:1",), "nixl", 8, 32, 4, 0.01, swap_slots=4)
+    worker = WorkerNode(world, net, Fabric(world), shape, 1)
+    check(world, coordinator, worker)
+    worker.executor.close()
 
 
-def test_a_coordinator_knows_what_a_worker_caches_or_it_is_told(
-    cluster: tuple[World, CoordinatorNode, WorkerNode],
-) -> None:
-    world, coordinator, worker = cluster
-    assert "no session" in knows_wrong(coordinator, worker)
-    assert world.run_until(lambda: not knows_wrong(coordinator, worker), 10.0)
-    (key,) = block_keys(KeyScope("default", ""), PROMPT[:16], 16)
-    stored = BlockEvents(1, (BlockRun(BlockEventKind.STORED, (key,)),))
-    coordinator.roster._cached.index.apply(worker.description.worker_id, stored)
-    assert knows_wrong(coordinator, worker) == (
-        "c0 knows of 0 blocks that d0 caches: 0 missing, 1 too many, 0 values of events held"
-    )
+def test_a_coordinator_knows_what_a_worker_caches_or_it_is_told() -> None:
+    def check(world: World, coordinator: CoordinatorNode, worker: WorkerNode) -> None:
+        assert "no session" in knows_wrong(coordinator, worker)
+        assert world.run_until(lambda: not knows_wrong(coordinator, worker), 10.0)
+        (key,) = block_keys(KeyScope("default", ""), PROMPT[:16], 16)
+        stored = BlockEvents(1, (BlockRun(BlockEventKind.STORED, (key,)),))
+        coordinator.roster._cached.index.apply(worker.description.worker_id, stored)
+        assert knows_wrong(coordinator, worker) == (
+            "c0 knows of 0 blocks that d0 caches: 0 missing, 1 too many, 0 values of events held"
+        )
+
+    in_cluster(check)
 
 
-def test_what_a_step_still_reads_has_an_owner_and_a_place_in_host_memory_is_given_back(
-    cluster: tuple[World, CoordinatorNode, WorkerNode],
-) -> None:
-    _, _, worker = cluster
-    room, pool = worker.core._p.scheduler.room, worker.pool
-    for owners in (room._sources, room._leaving):
-        (block,) = pool.allocate(1) or ()
-        owners[block] += 1
-    room._emptied += pool.allocate(1) or ()
-    check_worker(worker)
-    room.settle()
-    check_worker(worker)
-    assert holds_nothing(worker) == ""
-    room._swap.take(3)
-    assert "3 blocks in host memory" in holds_nothing(worker)
-
-
-def test_a_promise_to_nobody_is_found(cluster: tuple[World, CoordinatorNode, WorkerNode]) -> None:
-    _, _, worker = cluster
-    worker.core._p.scheduler._queues.promised += 1
-    with pytest.raises(Violation, match="1 blocks are promised, and to running sequences 0"):
+def test_what_a_step_still_reads_has_an_owner_and_a_place_in_host_memory_is_given_back() -> None:
+    def check(world: World, _: CoordinatorNode, worker: WorkerNode) -> None:
+        world.run_until(lambda: False, 0.5)
+        room, pool = worker.core._p.scheduler.room, worker.pool
+        for owners in (room._sources, room._leaving):
+            (block,) = pool.allocate(1) or ()
+            owners[block] += 1
+        room._emptied += pool.allocate(1) or ()
         check_worker(worker)
+        room.settle()
+        check_worker(worker)
+        assert holds_nothing(worker) == ""
+        room._swap.take(3)
+        assert "3 blocks in host memory" in holds_nothing(worker)
+
+    in_cluster(check)
+
+
+def test_a_promise_to_nobody_is_found() -> None:
+    def check(world: World, _: CoordinatorNode, worker: WorkerNode) -> None:
+        world.run_until(lambda: False, 0.5)
+        worker.core._p.scheduler._queues.promised += 1
+        with pytest.raises(Violation, match="1 blocks are promised, and to running sequences 0"):
+            check_worker(worker)
+
+    in_cluster(check)
 
 
 def history(name: str, prompt: tuple[int, ...], cached: int, **more: object) -> History:
