@@ -16,7 +16,7 @@ from coordinator.roster import Roster
 from coordinator.steps_heard import StepsHeard
 from coordinator.stream import ErrorItem, TokenItem
 from coordinator.waiting import WaitingLine
-from kvrelay.errors import Internal
+from kvrelay.errors import Cancelled, Internal
 from kvrelay.requests import RequestId
 from kvrelay.session import Prefill
 
@@ -34,6 +34,8 @@ class ActionsOwner(Protocol):
     def on_change(self) -> None: ...
 
     def fork(self, live: Live, action: ev.ForkOff, now: float) -> None: ...
+
+    def failed(self, live: Live) -> None: ...
 
 
 class Actions:
@@ -123,6 +125,8 @@ class Actions:
         else:
             live.stream.put(ErrorItem(action.error))
         self._forget(live)
+        if live.parent is not None and not isinstance(action.error, Cancelled):
+            self._owner.failed(live)
 
     def _fork(self, live: Live, action: ev.ForkOff, now: float) -> None:
         if live.deadline is not None:

@@ -238,6 +238,12 @@ class Dispatcher:
         for child, token_id in zip(children, action.token_ids, strict=True):
             self._take(child, ev.TokenArrived(action.worker, child.state.attempt, 0, token_id), now)
 
+    def failed(self, live: Live) -> None:
+        """The stream of n sequences ends with this error: the others have nobody to compute for."""
+        for one in live.parent.children if live.parent is not None else ():
+            if one.state.phase is not Phase.ENDED:
+                self._feed(one, ev.ClientGone())
+
     def _set_deadline(self, live: Live) -> None:
         if live.facts.deadline_at is not None:
             loop = asyncio.get_running_loop()

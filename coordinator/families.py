@@ -80,4 +80,5 @@ def _child(prompt: Live, sequence: int, text: OutputText) -> Live:
         lost=list(prompt.lost),
         cached_tokens=prompt.cached_tokens,
         sequence=sequence,
+        parent=prompt,
     )

@@ -73,7 +73,8 @@ class Live:
     """order: place in the queue, kept when the request comes back to it. lost: earlier attempts, oldest first.
 
     sequence: which of the n sequences this is. more_texts: of the sequences after the first, until the fork; children:
-    the n sequences, from then on. cached_tokens: prompt tokens that the attempt which brought index 0 did not compute.
+    the n sequences, from then on; parent: whose they are. cached_tokens: prompt tokens that the attempt which brought
+    index 0 did not compute.
     """
 
     state: State
@@ -95,6 +96,7 @@ class Live:
     sequence: int = 0
     more_texts: tuple[OutputText, ...] = ()
     children: tuple[Live, ...] = ()
+    parent: Live | None = field(default=None, repr=False, compare=False)
 
     @property
     def facts(self) -> RequestFacts:

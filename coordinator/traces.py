@@ -30,9 +30,11 @@ def trace_of(live: Live, model: str, now: float, late: Mapping[int, tuple[Late, 
 
 
 def outcome_of(live: Live) -> str:
-    """Of n sequences that of the first one that failed, or of the first one."""
+    """Of n sequences that of the first one that failed, or of the first one. With a failure the others are cancelled:
+    that is its consequence, and no cause."""
     outcomes = [one.outcome or "Cancelled" for one in live.children or (live,)]
-    return next((outcome for outcome in outcomes if outcome not in ("stop", "length")), outcomes[0])
+    failed = [outcome for outcome in outcomes if outcome not in ("stop", "length")]
+    return next((outcome for outcome in failed if outcome != "Cancelled"), failed[0] if failed else outcomes[0])
 
 
 def _attempts(live: Live, now: float, late: tuple[Late, ...]) -> tuple[AttemptTrace, ...]:

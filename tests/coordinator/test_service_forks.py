@@ -297,9 +297,12 @@ async def test_a_client_that_leaves_before_the_fork_aborts_the_attempt(
 
 
 async def test_the_first_error_of_a_sequence_ends_the_stream_for_all(
-    door: Door, pair: tuple[FakeWorker, FakeWorker]
+    door: Door, pair: tuple[FakeWorker, FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also at the workers, and before the client has read of it."""
     _, decode = pair
+    dispatcher, left = door.coordinator.dispatcher, list[RequestId]()
+    monkeypatch.setattr(dispatcher, "leave", left.append)
     held(decode, "token 2")
     answer, asked = begin(door, max_tokens=9)
     await until(lambda: answer.num_tokens == [2] * N)
@@ -308,6 +311,9 @@ async def test_the_first_error_of_a_sequence_ends_the_stream_for_all(
     assert isinstance(answer.error, Internal)
     assert "outside the vocabulary" in answer.error.message
     await until(lambda: len(decode.commands(Abort)) == N)
+    assert not dispatcher._live
+    monkeypatch.undo()
+    dispatcher.leave(left[0])
     await door.idle()
     assert (door.counters["outcome.Internal"], door.counters["outcome.Cancelled"]) == (1, N - 1)
 

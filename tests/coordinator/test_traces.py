@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from support.door import MODEL
 from support.lifecycles import PLACED, D, P, facts
 
@@ -13,7 +14,7 @@ from coordinator.live import Attempt, Live, Times
 from coordinator.output import OutputText
 from coordinator.states import Phase, State, Tries
 from coordinator.stream import StreamBuffer
-from coordinator.traces import trace_of
+from coordinator.traces import outcome_of, trace_of
 from kvrelay.requests import WorkerId
 from kvrelay.session import ComputeRecord, Pushed
 from kvrelay.telemetry.request_trace import Chunk, Interval
@@ -90,6 +91,27 @@ def test_a_prompt_that_decode_computed_has_a_prefill_part_of_decode() -> None:
     assert (only.reserve, only.prefill) == (Interval(0.5, 100.6 - 100.0), Interval(100.6 - 100.0, 1.0))
     assert only.chunks == (Chunk(0.625, 0.875, 17),)
     assert (only.decode, only.push) == (Interval(1.0, 4.0), None)
+
+
+@pytest.mark.parametrize(
+    ("of_each", "outcome"),
+    [
+        (("Cancelled", "Internal", "stop"), "Internal"),
+        (("stop", "Cancelled", "Unavailable"), "Unavailable"),
+        (("stop", "", "length"), "Cancelled"),
+        (("length", "stop", "stop"), "length"),
+    ],
+)
+def test_a_request_of_sequences_ended_as_the_one_that_failed_and_not_as_those_that_were_cancelled_for_it(
+    of_each: tuple[str, ...], outcome: str
+) -> None:
+    prompt = a_live(0)
+    placed(prompt.attempt, PLACED, 100.25)
+    prompt.state = State(replace(facts(9), n=3), Phase.ENDED, placement=PLACED)
+    prompt.more_texts = (prompt.text, prompt.text)
+    for child, how in zip(Families({}).found(prompt), of_each, strict=True):
+        child.outcome = how
+    assert outcome_of(prompt) == outcome
 
 
 def test_sequences_have_what_came_before_the_fork_in_common_and_then_a_part_each() -> None:

@@ -81,7 +81,7 @@ def load(queued: int = 0, free: int = 50, running: int = 0, draining: bool = Fal
 
 def test_a_prompt_counts_on_top_of_the_report_until_two_loads_came_after_it_was_sent() -> None:
     w = WorkerLoad(description(Role.PREFILL))
-    assert (w.prefill_view(False).usable, w.prefill_view(False).leaving) == (False, True)
+    assert not w.prefill_view(False).usable
     w.reported(load(queued=0))
     w.assign(A, Share(1000, 300), 1)
     w.sent(A)
@@ -149,6 +149,16 @@ def test_silent_and_draining_workers_are_not_usable() -> None:
     assert (w.decode_view(False).usable, w.decode_view(True).usable) == (True, False)
     w.reported(load(draining=True))
     assert not w.decode_view(False).usable
+
+
+def test_a_prefill_worker_that_drains_leaves_and_one_that_is_silent_does_not() -> None:
+    w = WorkerLoad(description(Role.PREFILL))
+    w.reported(load())
+    views = [w.prefill_view(False), w.prefill_view(True), w.prefill_view(False, leaving=True)]
+    w.reported(load(draining=True))
+    views.append(w.prefill_view(False))
+    assert [view.usable for view in views] == [True, False, False, False]
+    assert [view.leaving for view in views] == [False, False, True, True]
 
 
 async def test_a_buffer_says_when_its_reader_is_too_slow() -> None:
