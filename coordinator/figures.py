@@ -6,6 +6,7 @@ from collections import Counter
 
 from coordinator.late import Gaps
 from kvrelay.gaps import CAUSES
+from kvrelay.session import Pushed
 from kvrelay.telemetry.buckets import Buckets
 from kvrelay.telemetry.names import GAP_BUCKETS, SECONDS_BUCKETS
 
@@ -21,6 +22,10 @@ class RequestFigures:
         self.duration = Buckets(SECONDS_BUCKETS)
         self.gap_seconds = [0.0] * len(CAUSES)
         self.cache_queried = self.cache_matched = 0
+        self.pushes: Counter[str] = Counter()
+        self.pushed_bytes: Counter[str] = Counter()
+        self.push_seconds: dict[str, float] = {}
+        self.exposed = Buckets(SECONDS_BUCKETS)
 
     @property
     def open(self) -> int:
@@ -30,6 +35,14 @@ class RequestFigures:
         self.outcomes[outcome] += 1
         self.cache_queried += queried_tokens
         self.cache_matched += matched_tokens
+
+    def handed_over(self, pushed: Pushed) -> None:
+        """Blocks that went from prefill to decode, by transport."""
+        name = pushed.transport
+        self.pushes[name] += 1
+        self.pushed_bytes[name] += pushed.num_bytes
+        self.push_seconds[name] = self.push_seconds.get(name, 0.0) + pushed.seconds
+        self.exposed.add(pushed.exposed_s)
 
     def measured(self, gaps: Gaps, ttft_s: float | None, duration_s: float) -> None:
         for ordered in gaps.gaps:

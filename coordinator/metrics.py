@@ -28,6 +28,7 @@ class CoordinatorMetrics:
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._gaps()
+        yield from self._pushes()
         yield from self._workers()
         dropped: list[tuple[Labels, float]] = [({}, float(self.tracing.dropped.count))]
         yield counter(names.PROM_TRACE_DROPPED, "Spans that no exporter took.", dropped)
@@ -45,6 +46,18 @@ class CoordinatorMetrics:
         yield counter(names.PROM_TOKENS, "Tokens of ended requests.", [({}, counts["tokens"])])
         moved = [({"cause": n.partition(".")[2]}, float(v)) for n, v in counts.copy().items() if "migrated." in n]
         yield counter(names.PROM_MIGRATIONS, "Sequences moved to another placement, by cause.", moved)
+
+    def _pushes(self) -> Iterator[Metric]:
+        figures = self.figures
+        sums = (
+            (names.PROM_PUSHES, "Hand-offs that landed.", figures.pushes),
+            (names.PROM_PUSH_BYTES, "Bytes of KV blocks that were handed over.", figures.pushed_bytes),
+            (names.PROM_PUSH_SECONDS, "Seconds of their writes, one by one.", figures.push_seconds),
+        )
+        for name, about, values in sums:
+            yield counter(name, about, [({"transport": key}, float(value)) for key, value in dict(values).items()])
+        about = "From the first token to the last block landed."
+        yield histogram(names.PROM_PUSH_EXPOSED, about, [({}, figures.exposed)])
 
     def _gaps(self) -> Iterator[Metric]:
         figures = self.figures

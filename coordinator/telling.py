@@ -22,6 +22,7 @@ from coordinator.steps_export import export_steps
 from coordinator.steps_heard import StepsHeard
 from coordinator.traces import outcome_of, trace_of
 from kvrelay.requests import WorkerId
+from kvrelay.session import Pushed
 from kvrelay.telemetry import names
 from kvrelay.telemetry.export import KEPT_NOT, KEPT_SAMPLED, KEPT_SLOW, in_ratio
 from kvrelay.telemetry.request_trace import build_request_spans
@@ -69,6 +70,8 @@ class Telling:
         outcome = outcome_of(live)
         facts = live.facts
         self.figures.ended(outcome, len(facts.prompt_ids) if facts.prefix_cache else 0, live.cached_tokens)
+        for pushed in _pushes(live):
+            self.figures.handed_over(pushed)
         recording = span.is_recording()
         if not recording and not self._measures:
             return
@@ -108,6 +111,13 @@ class Telling:
         self._steps.forget_gone()
         if len(self._clocks) > 1024:
             self._clocks.clear()
+
+
+def _pushes(live: Live) -> list[Pushed]:
+    """Each hand-off once, though n sequences know of it."""
+    attempts = [attempt for one in (live, *live.children) for attempt in (*one.lost, one.attempt)]
+    found = {(a.pushed.request_id, a.pushed.attempt): a.pushed for a in attempts if a.pushed is not None}
+    return list(found.values())
 
 
 def _ttft(live: Live) -> float | None:

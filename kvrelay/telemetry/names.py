@@ -130,6 +130,10 @@ PROM_STEP = "kvrelay_worker_step_seconds"
 PROM_CACHE_MATCHED = "kvrelay_cache_matched_tokens"
 PROM_CACHE_QUERIED = "kvrelay_cache_queried_tokens"
 PROM_CLOCK_ERROR = "kvrelay_clock_error_seconds"
+PROM_PUSHES = "kvrelay_pushes"
+PROM_PUSH_BYTES = "kvrelay_push_bytes"
+PROM_PUSH_SECONDS = "kvrelay_push_seconds"
+PROM_PUSH_EXPOSED = "kvrelay_push_exposed_seconds"
 PROM_TRACE_DROPPED = "kvrelay_trace_dropped_spans"
 GAP_BUCKETS = (
     0.00025,
