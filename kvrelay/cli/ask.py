@@ -34,15 +34,10 @@ def ask_cluster(target: str, options: GenerateOptions) -> Ask:
     """Asks the coordinator at `target`. Ctrl-C cancels the request there."""
 
     async def stream(prompt: Prompt, listener: Listener) -> GenerateResult:
-        told = 0
         async with AsyncClient(target) as client, client.generate(prompt, **options) as tokens:
+            tokens.tell_choices(listener.choice)
             async for token in tokens:
-                while told < len(tokens.choices):
-                    listener.choice(tokens.choices[told])
-                    told += 1
                 listener.text(token.text)
-            for choice in tokens.choices[told:]:
-                listener.choice(choice)
             return tokens.result
 
     return lambda prompt, listener: asyncio.run(stream(prompt, listener))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -56,6 +56,10 @@ class AsyncStream:
     def choices(self) -> list[Choice]:
         """The sequences that have ended so far, as they ended."""
         return self._fold.choices
+
+    def tell_choices(self, heard: Callable[[Choice], None]) -> None:
+        """`heard` is called with each sequence as soon as it has ended, also when the stream fails later."""
+        self._fold.on_choice = heard
 
     @property
     def result(self) -> GenerateResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from kvrelay.client.values import Choice, GenerateResult, HandOff, TokenEvent, Usage
@@ -27,6 +28,8 @@ class StreamFold:
         self._of: dict[int, list[TokenEvent]] = {}
         self._choices: list[Choice] = []
         self._ended: set[int] = set()
+        self.on_choice: Callable[[Choice], None] = lambda _: None
+        """Hears of each sequence when it has ended."""
 
     @property
     def request_id(self) -> str:
@@ -103,6 +106,7 @@ class StreamFold:
         )
         self._ended.add(choice.sequence)
         self._choices.append(choice)
+        self.on_choice(choice)
 
 
 def _hand_off(finished: inference_pb2.Finished) -> HandOff | None:

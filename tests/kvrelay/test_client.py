@@ -13,6 +13,7 @@ import pytest
 
 from kvrelay import client as kv
 from kvrelay import errors
+from kvrelay.cli.ask import ask_cluster
 from kvrelay.client.calls import generate_request
 from kvrelay.client.fold import StreamFold
 from kvrelay.rpc.server import RpcServer
@@ -26,6 +27,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.left = threading.Event()
+        self.told, self.was_told = threading.Event(), False
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -39,6 +41,10 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 if request.text in ("endless", "silent"):
                     await asyncio.sleep(0.01 if request.text == "endless" else 30)
+            if request.text == "uneven":
+                yield finish_of(1, text="tail")
+                self.was_told = await asyncio.to_thread(self.told.wait, 5)
+                raise errors.Internal("boom")
             if request.text == "break":
                 raise errors.Unavailable("worker d1 was lost")
             if request.text == "cancel":
@@ -432,6 +438,26 @@ def test_a_token_of_a_sequence_that_does_not_run_is_an_error_of_the_server(messa
     fold.feed(finish_of(1), 0.1)
     with pytest.raises(errors.Internal, match=words):
         fold.feed(message, 0.2)
+
+
+class Heard:
+    def __init__(self, told: threading.Event) -> None:
+        self.choices: list[tuple[int, str]] = []
+        self.told = told
+
+    def text(self, piece: str) -> None:
+        assert not self.choices
+
+    def choice(self, choice: kv.Choice) -> None:
+        self.choices.append((choice.sequence, choice.text))
+        self.told.set()
+
+
+async def test_the_command_line_hears_of_a_sequence_when_it_ends_also_when_another_one_fails_later(serving):
+    heard = Heard(serving.inference.told)
+    with pytest.raises(errors.Internal, match="boom"):
+        await asyncio.to_thread(ask_cluster(serving.target, {"n": 2, "max_tokens": 1}), "uneven", heard)
+    assert (heard.choices, serving.inference.was_told) == ([(1, "tail")], True)
 
 
 def test_n_and_the_switch_of_the_cache_are_sent_only_if_given():
