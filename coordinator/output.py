@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.detokenize import Detokenizer
-from coordinator.stops import StopStrings
+from coordinator.stops import StopAutomaton, StopStrings
 
 
 class OutputText:
@@ -13,9 +13,9 @@ class OutputText:
 
     __slots__ = ("_detokenizer", "_hit", "_silent_ids", "_stops")
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], silent_ids: frozenset[int]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton | None, silent_ids: frozenset[int]) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops) if stops is not None else None
         self._silent_ids = silent_ids
         self._hit = False
 
@@ -38,3 +38,11 @@ class OutputText:
             return rest
         text, hit = self._stops.feed(rest)
         return text if hit else text + self._stops.flush()
+
+
+def output_texts(
+    n: int, detokenizer: Callable[[], Detokenizer], stops: Sequence[str], silent_ids: frozenset[int]
+) -> list[OutputText]:
+    """Of the n sequences of one request. Stop strings are compiled once: 16 long ones take several ms."""
+    automaton = StopAutomaton(stops) if stops else None
+    return [OutputText(detokenizer(), automaton, silent_ids) for _ in range(n)]

@@ -23,7 +23,7 @@ from coordinator import validate
 from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
 from coordinator.model_facts import ServedModel
-from coordinator.output import OutputText
+from coordinator.output import output_texts
 from coordinator.roster import Roster
 from coordinator.states import RequestFacts
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
@@ -73,8 +73,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         prompt_ids = await self._prompt_ids(raw, limits)
         keys = await self._keys(raw, prompt_ids)
         facts = self._facts(raw, prompt_ids, keys, limits, deadline_at)
-        detokenizer, silent_ids = self._model.codec.detokenizer, facts.stop.stop_token_ids
-        text, *more = (OutputText(detokenizer(), raw.stop, silent_ids) for _ in range(facts.n))
+        text, *more = output_texts(facts.n, self._model.codec.detokenizer, raw.stop, facts.stop.stop_token_ids)
         live = self._dispatcher.submit(facts, text, times, tuple(more))
         self._telling.started()
         gone = functools.partial(self._gone, live.id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
-from coordinator.output import OutputText
+from coordinator.output import output_texts
 from coordinator.registry import Served
 from coordinator.roster import Roster
 from coordinator.session_wire import LIST_DEADLINE_S
@@ -52,7 +52,8 @@ class CoordinatorNode:
         self.world, self.net, self.name = world, net, name
         self.node = Node(world, name)
         self.address = f"{name}:1"
-        self.roster = Roster(f"{name}.{life}", Served(builtin_identity("hash"), "hash"), self._dial, self._list_blocks)
+        served = Served(builtin_identity("hash"), "hash")
+        self.roster = Roster(f"{name}.{life}", served, self._dial, self._list_blocks, wants_steps=True)
         self.dispatcher = Dispatcher(config, self.roster)
         self.roster.owner = EmissionCheck(self.dispatcher)
         self.first_try: set[str] = set()
@@ -111,9 +112,7 @@ class CoordinatorNode:
         )
         facts = replace(facts, keys=self._keys(facts))
         self.dispatcher.check_room(ask.stop.max_tokens != 1)
-        text, *more = [
-            OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids) for _ in range(ask.n)
-        ]
+        text, *more = output_texts(ask.n, self._codec.detokenizer, ask.stop_strings, ask.stop.stop_token_ids)
         live = self.dispatcher.submit(facts, text, Times(now, 0), tuple(more))
         try:
             await self._stream(live, end)

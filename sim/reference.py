@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.output import OutputText
+from coordinator.output import output_texts
 from coordinator.text import ByteCodec
 from engine.block_pool import BlockPool
 from engine.hash_executor import HashExecutor
@@ -45,7 +45,7 @@ class OneProcess:
         )
 
     def _answer(self, ask: Ask, tokens: tuple[int, ...]) -> Answer:
-        text = OutputText(self._codec.detokenizer(), ask.stop_strings, ask.stop.stop_token_ids)
+        (text,) = output_texts(1, self._codec.detokenizer, ask.stop_strings, ask.stop.stop_token_ids)
         pieces = []
         for i, token in enumerate(tokens):
             piece, hit = text.push(token)

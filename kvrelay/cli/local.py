@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 
-from coordinator.output import OutputText
+from coordinator.output import OutputText, output_texts
 from coordinator.text import ByteCodec, HuggingFaceCodec, TextCodec
 from coordinator.validate import Limits, RawRequest, check, fit, sampling_of
 from engine.block_pool import BlockPool
@@ -90,7 +90,7 @@ def _generate(
     sampling = sampling_of(raw, secrets.randbits(63), limits)
     key = SequenceKey(SessionId(LOCAL), RequestId(f"local-{secrets.token_hex(8)}"), attempt=1)
     spec = SequenceSpec(key, prompt_ids, len(prompt_ids), sampling, stop, n=raw.n or 1)
-    texts = [OutputText(codec.detokenizer(), raw.stop, stop.stop_token_ids) for _ in range(spec.n)]
+    texts = output_texts(spec.n, codec.detokenizer, raw.stop, stop.stop_token_ids)
     answers = [_Answer(sequence, len(prompt_ids), text, stop, listener) for sequence, text in enumerate(texts)]
     budgets = Budgets(max_tokens=config.step_tokens, max_sequences=config.max_sequences)
     engine = LocalEngine(executor, Scheduler(BlockPool(executor.pool.num_blocks), config.block_size, budgets))

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.stops import StopStrings
+from coordinator.output import output_texts
+from coordinator.stops import StopAutomaton, StopStrings
+from coordinator.text import ByteCodec
 
 
 def stream(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], bool]:
-    matcher, out = StopStrings(stops), []
+    matcher, out = StopStrings(StopAutomaton(stops)), []
     for piece in pieces:
         text, hit = matcher.feed(piece)
         out.append(text)
@@ -77,7 +79,7 @@ def test_streaming_equals_a_naive_search_over_the_whole_text(stops: list[str], p
 @settings(max_examples=300, deadline=None)
 @given(st.text("ab", min_size=1, max_size=4), st.lists(st.text("abc", max_size=3), max_size=8))
 def test_no_more_is_held_back_than_could_begin_the_stop_string(stop: str, pieces: list[str]) -> None:
-    matcher, seen, sent = StopStrings([stop]), "", ""
+    matcher, seen, sent = StopStrings(StopAutomaton([stop])), "", ""
     for piece in pieces:
         text, hit = matcher.feed(piece)
         seen, sent = seen + piece, sent + text
@@ -85,3 +87,18 @@ def test_no_more_is_held_back_than_could_begin_the_stop_string(stop: str, pieces
             return
         held = max(k for k in range(len(stop)) if seen.endswith(stop[:k]))
         assert len(seen) - len(sent) == held
+
+
+def test_sequences_share_what_is_compiled_and_not_where_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[object]()
+
+    def compiling(stops: Sequence[str]) -> StopAutomaton:
+        compiled.append(tuple(stops))
+        return StopAutomaton(stops)
+
+    monkeypatch.setattr("coordinator.output.StopAutomaton", compiling)
+    one, two, three = output_texts(3, ByteCodec().detokenizer, ["ab", "xyz"], frozenset())
+    assert compiled == [("ab", "xyz")]
+    assert [one.push(ord("a")), two.push(ord("b")), three.push(ord("x"))] == [("", False), ("b", False), ("", False)]
+    assert [one.push(ord("b")), two.push(ord("a")), three.push(ord("b"))] == [("", True), ("", False), ("xb", False)]
+    assert [one.finish(), two.finish(), three.finish()] == ["", "a", ""]

@@ -25,7 +25,7 @@ SECOND = Placement(P, WorkerId("d1"), "a")
 
 def a_live(num_tokens: int) -> Live:
     """Accepted at 100 s; token i at 101 + i s."""
-    text = OutputText(MODEL.codec.detokenizer(), (), frozenset())
+    text = OutputText(MODEL.codec.detokenizer(), None, frozenset())
     live = Live(State(facts(9)), 1, text, StreamBuffer(1000), Times(100.0, 5), Attempt(100.0))
     for i in range(num_tokens):
         live.journal.append(i, 65, 101.0 + i)
