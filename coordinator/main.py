@@ -36,6 +36,7 @@ from kvrelay.rpc.interceptors import GENERATE, TracingInterceptor
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
 from kvrelay.telemetry import logging, tracing
+from kvrelay.telemetry.genai import to_collector
 from kvrelay.telemetry.metrics import MetricsServer
 from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, registry_pb2_grpc
 
@@ -95,12 +96,15 @@ class Coordinator:
         served, tells = Served(model.identity, config.executor), traced.is_on or bool(config.metrics)
         self.roster = Roster(uuid4().hex, served, wants_steps=tells)
         self.dispatcher = Dispatcher(config, self.roster, StepsHeard(keep=traced.is_on))
+        endpoint = config.otlp_endpoint
+        self._gen_ai = to_collector("kvrelay-coordinator", endpoint) if endpoint else None
         self._telling = Telling(
             traced,
             self.dispatcher.steps,
             self.roster.clock_of,
             slow_s=config.trace_slow_s,
             measures=bool(config.metrics),
+            gen_ai=self._gen_ai,
         )
         self.figures = self._telling.figures
         self._metrics = CoordinatorMetrics(self.dispatcher, self.roster, self.figures, traced)
@@ -172,6 +176,9 @@ class Coordinator:
         if self._metrics_server is not None:
             self._metrics_server.close()
             self._metrics_server = None
+        if self._gen_ai is not None:
+            await asyncio.to_thread(self._gen_ai.close)
+            self._gen_ai = None
         self._tokenizing.close()
 
     async def _keep_readiness(self) -> None:

@@ -25,6 +25,7 @@ from kvrelay.requests import WorkerId
 from kvrelay.session import Pushed
 from kvrelay.telemetry import names
 from kvrelay.telemetry.export import KEPT_NOT, KEPT_SAMPLED, KEPT_SLOW, in_ratio
+from kvrelay.telemetry.genai import GenAiMetrics
 from kvrelay.telemetry.request_trace import build_request_spans
 from kvrelay.telemetry.tracing import Tracing
 
@@ -46,6 +47,7 @@ class Telling:
         *,
         slow_s: float = 0.0,
         measures: bool = False,
+        gen_ai: GenAiMetrics | None = None,
     ) -> None:
         self._tracing = tracing
         self._tracer = tracing.provider.get_tracer(names.TRACER)
@@ -53,6 +55,7 @@ class Telling:
         self._clock_of = clock_of
         self._slow_s = slow_s
         self._measures = measures
+        self._gen_ai = gen_ai
         self._clocks: dict[str, Offset] = {}
         self.figures = RequestFigures()
 
@@ -72,6 +75,9 @@ class Telling:
         self.figures.ended(outcome, len(facts.prompt_ids) if facts.prefix_cache else 0, live.cached_tokens)
         for pushed in _pushes(live):
             self.figures.handed_over(pushed)
+        if self._gen_ai is not None:
+            num_tokens = sum(len(one.journal) for one in live.children or (live,))
+            self._gen_ai.ended(model, outcome, now - live.times.accepted_at, _ttft(live), num_tokens)
         recording = span.is_recording()
         if not recording and not self._measures:
             return

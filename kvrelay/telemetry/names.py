@@ -35,6 +35,7 @@ INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 FINISH_REASONS = "gen_ai.response.finish_reasons"
+ERROR_TYPE = "error.type"
 
 # Ours
 REQUEST_ID = "kvrelay.request.id"
