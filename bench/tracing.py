@@ -4,9 +4,9 @@
     python bench/tracing.py --streams 8 --json
 
 Two clusters of the hash model are up, one with --trace-dir, one without; rounds go A B A B, and the process clocks are
-read around each. What a process takes more a token with tracing is what tracing costs it. With --with-metrics the traced
-one serves metrics too, for which it sums up the causes of all gaps. Exit code 1 if all processes together cost more than
---limit-us.
+read around each. What a process takes more a token with tracing is what tracing costs it. With --with-metrics the
+traced one serves metrics too, for which it sums up the causes of all gaps. Exit code 1 if all processes together cost
+more than --limit-us.
 """
 
 from __future__ import annotations
