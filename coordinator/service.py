@@ -28,9 +28,9 @@ from coordinator.roster import Roster
 from coordinator.states import RequestFacts
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
 from coordinator.telling import Telling
-from coordinator.text import Tokenizing
+from coordinator.text import KeysOf, Tokenizing
 from coordinator.validate import Limits, RawRequest
-from kvrelay.blocks import BlockKey, KeyScope
+from kvrelay.blocks import BlockKey, KeyScope, block_keys
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.requests import FinishReason, RequestId
 from kvrelay.rpc.status import to_grpc_status
@@ -70,8 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         raw = raw_request(request)
         validate.check(raw, limits)
         self._dispatcher.check_room(raw.max_tokens != 1)
-        prompt_ids = await self._prompt_ids(raw, limits)
-        keys = await self._keys(raw, prompt_ids)
+        prompt_ids, keys = await self._prompt(raw, limits)
         facts = self._facts(raw, prompt_ids, keys, limits, deadline_at)
         text, *more = output_texts(facts.n, self._model.codec.detokenizer, raw.stop, facts.stop.stop_token_ids)
         live = self._dispatcher.submit(facts, text, times, tuple(more))
@@ -133,23 +132,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _limits(self) -> Limits:
         return self._model.limits(self._roster.context_limit)
 
-    async def _prompt_ids(self, raw: RawRequest, limits: Limits) -> tuple[int, ...]:
-        """A template writes special tokens itself, so none are added to its text."""
+    async def _prompt(self, raw: RawRequest, limits: Limits) -> tuple[tuple[int, ...], tuple[BlockKey, ...]]:
+        """Its tokens and the keys of its blocks. A template writes special tokens itself: none are added to its text."""
+        keys_of = self._keys_of(raw)
         if raw.token_ids is not None:
-            return raw.token_ids
+            return raw.token_ids, await self._tokenizing.keys(raw.token_ids, keys_of) if keys_of is not None else ()
         codec, text = self._model.codec, raw.text
         if text is None:
             assert codec.template is not None, "checked by validate"
             text = codec.template.render(raw.chat or ())
         validate.check_length(raw, text, codec.longest_token, limits)
-        return tuple(await self._tokenizing.encode(text, add_special_tokens=raw.text is not None))
+        return await self._tokenizing.prompt(text, raw.text is not None, keys_of)
 
-    async def _keys(self, raw: RawRequest, prompt_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
-        """By which the router finds the prompt in caches; none where it does not look, or the request wants none."""
+    def _keys_of(self, raw: RawRequest) -> KeysOf | None:
+        """By which the router finds the prompt in caches; None where it does not look, or the request wants none."""
         if raw.prefix_cache is False or not self._dispatcher.routes_by_keys:
-            return ()
+            return None
         scope = KeyScope(TENANT, self._model.identity.fingerprint, cache_salt=raw.cache_salt)
-        return await self._tokenizing.keys(scope, prompt_ids, self._roster.block_size)
+        return functools.partial(block_keys, scope, block_size=self._roster.block_size)
 
     def _facts(
         self,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,11 @@ from tokenizers import Tokenizer, decoders, models
 
 from coordinator.chat import ChatTemplate, load_template
 from coordinator.detokenize import Detokenizer, WindowDetokenizer
-from coordinator.text import LONG_TEXT, MAX_WAITING, ByteCodec, HuggingFaceCodec, Tokenizing
+from coordinator.text import LONG_TEXT, MANY_TOKENS, MAX_WAITING, ByteCodec, HuggingFaceCodec, Tokenizing
+from kvrelay.blocks import BlockKey, KeyScope, block_keys
 from kvrelay.errors import InvalidArgument, NotFound, ResourceExhausted
+
+SCOPE = KeyScope("default", "f")
 
 SMOLLM2 = Path("~/.cache/kvrelay/models/smollm2-135m-instruct").expanduser()
 needs_model = pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="SmolLM2 is not pulled")
@@ -180,3 +185,39 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidArgument, match=r"tokenizer\.json"):
         HuggingFaceCodec(tmp_path, 5)
+
+
+async def test_the_keys_of_a_long_prompt_are_made_before_the_next_text_is_encoded() -> None:
+    done: list[str] = []
+
+    class Noted(ByteCodec):
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            done.append(f"encoded {text[0]}")
+            return super().encode(text, add_special_tokens)
+
+    def keys_of(token_ids: Sequence[int]) -> tuple[BlockKey, ...]:
+        done.append(f"keys {chr(token_ids[0])}")
+        return block_keys(SCOPE, token_ids, 16)
+
+    tokenizing = Tokenizing(Noted())
+    texts = [letter * LONG_TEXT for letter in "abc"]
+    found = await asyncio.gather(*(tokenizing.prompt(text, True, keys_of) for text in texts))
+    assert done == ["encoded a", "keys a", "encoded b", "keys b", "encoded c", "keys c"]
+    expected = [tuple(text.encode()) for text in texts]
+    assert found == [(token_ids, block_keys(SCOPE, token_ids, 16)) for token_ids in expected]
+    assert await tokenizing.prompt("x" * 40, True, None) == ((ord("x"),) * 40, ())
+    tokenizing.close()
+
+
+async def test_the_keys_of_tokens_wait_for_no_text() -> None:
+    tokenizing = Tokenizing(ByteCodec())
+    few, many = [1] * (MANY_TOKENS - 1), [1] * MANY_TOKENS
+    keys_of = functools.partial(block_keys, SCOPE, block_size=16)
+    text = asyncio.ensure_future(tokenizing.encode("ab" * LONG_TEXT, True))
+    await asyncio.sleep(0)
+    assert await tokenizing.keys(few, keys_of) == keys_of(few)
+    assert await tokenizing.keys(many, keys_of) == ()
+    await text
+    await asyncio.sleep(0)
+    assert await tokenizing.keys(many, keys_of) == keys_of(many)
+    tokenizing.close()
