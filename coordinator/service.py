@@ -133,7 +133,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return self._model.limits(self._roster.context_limit)
 
     async def _prompt(self, raw: RawRequest, limits: Limits) -> tuple[tuple[int, ...], tuple[BlockKey, ...]]:
-        """Its tokens and the keys of its blocks. A template writes special tokens itself: none are added to its text."""
+        """Its tokens and the keys of their blocks. A template writes special tokens itself: none are added here."""
         keys_of = self._keys_of(raw)
         if raw.token_ids is not None:
             return raw.token_ids, await self._tokenizing.keys(raw.token_ids, keys_of) if keys_of is not None else ()
