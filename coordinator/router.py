@@ -34,6 +34,8 @@ BLOCK_TOKENS = 16
 """What each further sequence of a prompt counts when the sizes of requests are compared."""
 LOOK_AHEAD = 64
 """How many requests behind a blocked head are looked at."""
+LOOKS_INTO_CACHES = 8
+"""How many of them with keys: who caches a prompt of 16,000 tokens is found in 0.1 ms, for every report of a worker."""
 MOVED_SHARE = 1 / 16
 """Cost of moving a token's KV against computing it: far less time on every machine measured, and most of it passes
 while later tokens are computed; but a copy on another worker takes room there from prefixes that others want."""
@@ -108,9 +110,14 @@ def next_to_place(
     """
     head: Want | None = None
     lacks: frozenset[Role] = frozenset()
+    looks = 0
     for position, want in enumerate(queue[:LOOK_AHEAD]):
         if want.not_before > now or (head is not None and not _may_pass(want, head, lacks, rules)):
             continue
+        if head is not None and want.keys:
+            looks += 1
+            if looks > LOOKS_INTO_CACHES:
+                continue
         routed = route(snapshot, want, rules)
         if routed is not None and not routed.roles & lacks:
             return position, routed

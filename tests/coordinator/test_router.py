@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.events import Placement
-from coordinator.router import PASS_S, Rules, next_to_place, route
+from coordinator.router import LOOK_AHEAD, LOOKS_INTO_CACHES, PASS_S, Rules, next_to_place, route
 from coordinator.views import DecodeView, PrefillView, Share, Snapshot, Want
 from kvrelay.blocks import BlockKey
 from kvrelay.config import ROUTERS
@@ -224,6 +224,18 @@ def test_past_a_head_that_waits_for_long_go_those_that_take_no_worker_of_the_rol
     full = Snapshot((p("p0", 9000),), (d("d0", 1, 1),))
     assert next_placed([long, one, short], full, late, local) is None
     assert next_placed([long, Want(300)], busy, late, local) is None
+
+
+def test_past_a_blocked_head_few_are_looked_for_in_caches() -> None:
+    """A walk for each of those that wait, with every report of a worker, would stand in the way of all streams."""
+    index = Counting()
+    snapshot = Snapshot((p("p0", 1100),), (d("d0", 1),), index)
+    keys = tuple(BlockKey(bytes([n])) for n in range(4))
+    waiting = [Want(200 - i, keys=keys) for i in range(LOOK_AHEAD)]
+    assert next_placed(waiting, snapshot, 0.0) is None
+    assert index.asked == 1 + LOOKS_INTO_CACHES
+    idle = Snapshot((p("p0", 1000),), (d("d0", 1),), index)
+    assert next_placed([*waiting[:40], Want(5)], idle, 0.0) == (40, placed("p0", "d0"))
 
 
 def test_many_sequences_of_a_short_prompt_are_no_small_request() -> None:
