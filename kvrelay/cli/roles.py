@@ -98,16 +98,18 @@ def build_parser(name: str) -> argparse.ArgumentParser:
                 flag, dest=key, action=switch, default=None, help=f"{HELP[key]} (default: {_on_off(kind, key)})"
             )
             continue
-        meta = (
-            "|".join(choices)
-            if choices
-            else {int: "N", float: "SHARE" if key.endswith("_ratio") else "SECONDS"}.get(hint, key.upper())
-        )  # type: ignore[call-overload]  # any type may be asked for
+        meta = "|".join(choices) if choices else _meta(key, hint)
         action = "append" if key == "coordinators" else "store"
         parser.add_argument(flag, dest=key, action=action, metavar=meta, help=HELP[key] + default)
     parser.add_argument("--config", default=os.environ.get("KVRELAY_CONFIG", ""), metavar="FILE", help="TOML file")
     parser.add_argument("--die-with-parent", dest="parent_pid", type=int, default=0, help=argparse.SUPPRESS)
     return parser
+
+
+def _meta(key: str, hint: object) -> str:
+    if hint is float:
+        return "SHARE" if key.endswith("_ratio") else "SECONDS"
+    return "N" if hint is int else key.upper()
 
 
 def flag_of(key: str) -> str:
