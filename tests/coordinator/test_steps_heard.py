@@ -38,12 +38,12 @@ def with_workers(keep: bool = False) -> StepsHeard:
     return heard
 
 
-def test_tokens_of_a_merged_report_are_those_of_its_steps_in_order() -> None:
+async def test_tokens_of_a_merged_report_are_those_of_its_steps_in_order() -> None:
     report = Report(steps=(step(1), step(2), step(3)), step_tokens=(2, 0, 1), tokens=tokens("a", "b", "c"))
     assert made_by(with_workers(), D, report) == [("a", 1), ("b", 1), ("c", 3)]
 
 
-def test_a_report_in_two_frames_goes_on_where_the_first_ended() -> None:
+async def test_a_report_in_two_frames_goes_on_where_the_first_ended() -> None:
     heard = with_workers()
     first = Report(steps=(step(1), step(2)), step_tokens=(3, 1), tokens=tokens("a", "b"))
     assert made_by(heard, D, first) == [("a", 1), ("b", 1)]
@@ -51,13 +51,13 @@ def test_a_report_in_two_frames_goes_on_where_the_first_ended() -> None:
     assert made_by(heard, D, Report(tokens=tokens("e"))) == [("e", 0)]
 
 
-def test_tokens_of_prefill_have_no_step_nor_have_those_of_a_worker_that_says_none() -> None:
+async def test_tokens_of_prefill_have_no_step_nor_have_those_of_a_worker_that_says_none() -> None:
     heard = with_workers()
     assert made_by(heard, P, Report(steps=(step(9),), step_tokens=(1,), tokens=tokens("a"))) == [("a", 0)]
     assert made_by(heard, WorkerId("d9"), Report(tokens=tokens("a"))) == [("a", 0)]
 
 
-def test_another_life_begins_anew_and_the_old_ones_steps_are_still_told() -> None:
+async def test_another_life_begins_anew_and_the_old_ones_steps_are_still_told() -> None:
     heard = with_workers(keep=True)
     heard.heard(D, Report(steps=(step(1),), step_tokens=(1,)))
     old = heard.of(D)
