@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_workers import FakeWorker
+from support.fake_workers import LAYOUT
 
 from coordinator.clock_offset import ClockOffset
 from coordinator.steps_heard import StepsHeard
 from kvrelay.gaps import StepRecord
-from kvrelay.requests import RequestId, Role, WorkerId
-from kvrelay.session import Report, TokenOut
+from kvrelay.models.builtin import builtin_identity
+from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
+from kvrelay.session import Report, TokenOut, WorkerDescription
 
 D, P = WorkerId("d0"), WorkerId("p0")
 
@@ -32,10 +33,13 @@ def made_by(heard: StepsHeard, worker: WorkerId, report: Report) -> list[tuple[s
 def with_workers(keep: bool = False) -> StepsHeard:
     heard = StepsHeard(keep)
     for role, name in ((Role.DECODE, D), (Role.PREFILL, P)):
-        worker = FakeWorker(role, name)
-        worker.address = "127.0.0.1:1"
-        heard.heard(name, Report(welcome=worker.describe()))
+        heard.heard(name, Report(welcome=description(role, name)))
     return heard
+
+
+def description(role: Role, name: WorkerId) -> WorkerDescription:
+    model, life = builtin_identity("hash"), Incarnation("one")
+    return WorkerDescription(name, role, life, 1, "127.0.0.1:1", model, LAYOUT, 64, "grpc", "hash", 256, 512)
 
 
 async def test_tokens_of_a_merged_report_are_those_of_its_steps_in_order() -> None:
