@@ -18,7 +18,7 @@ MEMORY_FAULTS: tuple[Fault, ...] = (
             parent = None
             size = layout.block_size
             for i, key in enumerate(attempt.prefix.keys):
-                tokens = token_ids[i * size : (i + 1) * size]
+                tokens = attempt.work.token_ids[i * size : (i + 1) * size]
                 parent, _ = self._p.pool.cache.publish(table.block_ids[i], key, tokens, parent)
 """,
     ),
