@@ -12,8 +12,7 @@ from kvrelay.blocks import BlockTable
 from kvrelay.requests import Sampling, SequenceKey
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """One sequence's rows in a step: `token_ids` at positions start .. start + len - 1.
 
     table covers every token up to the last row, so attention of the last row reads start + len slots.
@@ -26,7 +25,7 @@ class SequenceSlice:
     start: int
     table: BlockTable
     samples: bool
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     sampling: Sampling
     forks: tuple[Sampling, ...] = ()
 

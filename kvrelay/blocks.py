@@ -34,7 +34,7 @@ class BlockTable:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        if blocks_for(self.num_tokens, self.block_size) > len(self.block_ids):
+        if self.num_tokens > len(self.block_ids) * self.block_size:  # once per sequence and step: no call for it
             raise ValueError(
                 f"num_tokens {self.num_tokens} does not fit {len(self.block_ids)} blocks of {self.block_size}"
             )
