@@ -59,13 +59,6 @@ MEMORY_FAULTS: tuple[Fault, ...] = (
 """,
     ),
     one_edit(
-        "swap-slot-given-back-early",
-        "a place in host memory is given away before it was read",
-        ROOM,
-        "        self._read.append(swapped.slots)",
-        "        self._swap.give_back(swapped.slots)",
-    ),
-    one_edit(
         "evicted-block-keeps-its-key",
         "a block that is used for something else is still found by the key of what it held",
         POOL,
