@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,18 +9,6 @@ from support.pair import Pair
 from support.pair_requests import hash_reference, make_work
 
 from kvrelay.requests import StopRule
-
-
-@pytest.fixture(params=["nixl", "grpc"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def pair(transport: str) -> Iterator[Pair]:
-    made = Pair(transport=transport)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 83, 1000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,6 @@ from kvrelay.requests import RequestId, SequenceKey
 from worker.compute_notes import ComputeNotes
 
 B = 16
-
-
-@pytest.fixture(params=["nixl", "grpc"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(transport=str(request.param))
-    yield made
-    made.close()
 
 
 TOKENS = make_work("tokens", 200, 1).token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,13 +12,6 @@ from kvrelay.requests import RequestId
 from worker.events import DrainAsked
 
 B = 16
-
-
-@pytest.fixture(params=["nixl", "grpc"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(transport=str(request.param))
-    yield made
-    made.close()
 
 
 TOKENS = make_work("tokens", 200, 1).token_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,13 +12,6 @@ from support.pair_requests import hash_references, make_work
 from kvrelay.requests import StopRule
 
 B = 16
-
-
-@pytest.fixture(params=["nixl", "grpc"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(transport=str(request.param))
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("num_tokens", [5, 33, 96, 100])
