@@ -6,6 +6,7 @@ prompt that is cached to its last token still computes that one, into a copy of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -65,10 +66,8 @@ class Prefixes:
 
     def _publish_up_to(self, seq: SequenceState, full: int) -> None:
         self._extend_keys(seq, full)
-        size = self._block_size
-        for i in range(seq.num_published, full):
-            tokens = seq.known[i * size : (i + 1) * size]
-            seq.parent = self._pool.publish(seq.block_ids[i], seq.keys[i], tokens, seq.parent)
+        span = range(seq.num_published, full)
+        seq.parent = self._publish_blocks(span, seq.keys, seq.known, seq.block_ids, seq.parent)
         seq.num_published = full
 
     def refresh(self, seq: SequenceState) -> None:
@@ -86,10 +85,20 @@ class Prefixes:
 
         Returns the entry of the last one.
         """
-        parent: Entry | None = None
+        return self._publish_blocks(range(len(prefix.keys)), prefix.keys, token_ids, block_ids, None)
+
+    def _publish_blocks(
+        self,
+        span: range,
+        keys: Sequence[BlockKey],
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        parent: Entry | None,
+    ) -> Entry | None:
+        """Blocks of these positions, the first of which follows `parent`. Returns the entry of the last one."""
         size = self._block_size
-        for i, key in enumerate(prefix.keys):
-            parent = self._pool.publish(block_ids[i], key, token_ids[i * size : (i + 1) * size], parent)
+        for i in span:
+            parent = self._pool.publish(block_ids[i], keys[i], token_ids[i * size : (i + 1) * size], parent)
         return parent
 
     def _extend_keys(self, seq: SequenceState, full: int) -> None:

@@ -191,7 +191,6 @@ class Room:
     def _preempt(self, seq: SequenceState, may_swap: bool) -> None:
         """Take its blocks and put it to the front of the queue, unless it has a place there; known tokens stay."""
         self._queues.send_back(seq)
-        self._prefixes.refresh(seq)
         num_computed = seq.num_computed
         swapped = may_swap and self._swap_out(seq)
         if not swapped:
@@ -212,6 +211,7 @@ class Room:
         slots = self._swap.take(num_blocks)
         if slots is None:
             return False
+        self._prefixes.refresh(seq)
         self.swap_out += zip(seq.block_ids, slots, strict=False)
         self._leaving.update(seq.block_ids)
         seq.swapped = Swapped(slots, seq.num_computed)
