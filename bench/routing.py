@@ -1,7 +1,7 @@
 """How workers are chosen, compared on conversations: prompt tokens computed, hit rate and TTFT of each policy.
 
     python bench/routing.py                              2 + 2 workers, hash executor, two rounds A B C D A B C D
-    python bench/routing.py --rounds 1 --conversations 8 --json /tmp/routing.json
+    python bench/routing.py --rounds 1 --conversations 8 --json routing.json
 
 Each conversation sends its whole history with every turn: what it asked, what it was answered, and a new question. The
 pools of either role hold all histories once and not twice, so a policy that sends turns anywhere computes them again

@@ -2,7 +2,7 @@
 
     python bench/tbt.py                          2,000 requests of 500 tokens over 40,000 steps of 4 workers
     python bench/tbt.py --requests 200 --json
-    python bench/tbt.py --keep /tmp/recording    keeps the files, for a look with `kvrelay tbt`
+    python bench/tbt.py --keep recording    keeps the files, for a look with `kvrelay tbt`
 
 The recording is made here, not measured: batches of 25, steps of 10 ms, a long prompt in one step of 100 that makes it
 40 ms longer. Exit code 1 if the run takes more CPU than --limit-s.
