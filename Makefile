@@ -27,13 +27,13 @@ dev: .venv/.dev
 
 .venv/.setup: .venv/.python pyproject.toml
 	@echo "installing into .venv: minutes the first time" >&2
-	$(PIP) -e ".[worker,models]"
+	$(PIP) -e ".[worker,models,http]"
 	@$(BIN)/python -m compileall -q $(PACKAGES)
 	@$(BIN)/python -m engine.native.build >&2 || echo "no native attention kernel: using the reference one, slower" >&2
 	@touch $@
 
 .venv/.dev: .venv/.setup
-	$(PIP) -e ".[worker,models,dev]"
+	$(PIP) -e ".[worker,models,http,dev]"
 	@touch $@
 
 model: .venv/.setup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,19 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidArgument(f"the model's chat template is broken: {error}", field="model") from error
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """messages: (role, content). The text ends where the assistant is to go on."""
-        dicts = [{"role": role, "content": content} for role, content in messages]
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """messages: each with role and content. The text ends where the assistant is to go on.
+
+        variables: more of what the template may read; they win over its own defaults.
+        """
+        known = {"messages": messages, "add_generation_prompt": True, "tools": tools, **self._tokens}
         try:
-            return self._template.render(messages=dicts, add_generation_prompt=True, tools=None, **self._tokens)
+            return self._template.render({**known, **(variables or {})})
         except Exception as error:  # a template may fail in any way on messages that it does not like
             raise InvalidArgument(f"the chat template refused the messages: {error}", field="chat") from error
 

@@ -26,6 +26,7 @@ from coordinator.registry import Served
 from coordinator.registry_service import RegistryService
 from coordinator.roster import Roster
 from coordinator.service import InferenceService
+from coordinator.serving import Serving
 from coordinator.steps_heard import StepsHeard
 from coordinator.telling import Telling
 from coordinator.text import Tokenizing
@@ -116,7 +117,8 @@ class Coordinator:
             interceptors=[TracingInterceptor(traced.provider)],
         )
         self.server.edge.doors[GENERATE] = self.dispatcher.refusal
-        inference = InferenceService(model, self._tokenizing, self.dispatcher, self.roster, self._telling)
+        serving = Serving(model, self._tokenizing, self.dispatcher, self.roster, self._telling)
+        inference = InferenceService(serving)
         self.server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference, INFERENCE)
         self.server.add(
             model_pb2_grpc.add_ModelServiceServicer_to_server,

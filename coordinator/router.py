@@ -42,6 +42,9 @@ while later tokens are computed; but a copy on another worker takes room there f
 SEQUENCE_TOKENS = 8
 """Cost of each sequence that a decode worker runs already: it makes every step longer. With MOVED_SHARE, one sequence
 less elsewhere is worth moving 128 tokens, about a turn of a conversation."""
+AHEAD = 4
+"""One sequence more for so many rows of a decode worker is placed there before a row is free: a row would stand empty
+from the end of one sequence until the next one's prompt is computed and has landed."""
 POOL_TOKENS = 64
 """Cost of a pool in full use, where sequences are preempted: that of eight sequences."""
 
@@ -162,7 +165,9 @@ def _is_alone(snapshot: Snapshot) -> bool:
 def _with_room(snapshot: Snapshot, want: Want) -> tuple[list[PrefillView], list[DecodeView]]:
     """Those that may have room, before anybody has looked into caches."""
     prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v, want)]
-    return prefills, [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
+    decodes = _large_enough(snapshot.decode, want.last_slots)
+    free = [v for v in decodes if _takes_more(v, want, ahead=False)]
+    return prefills, free or [v for v in decodes if _takes_more(v, want, ahead=True)]
 
 
 Order = tuple[bool | float | int | str, ...]
@@ -280,8 +285,9 @@ def _may_take(view: PrefillView, want: Want) -> bool:
     return view.usable and (view.ticketed_tokens == 0 or view.ticketed_tokens < budget)
 
 
-def _takes_more(view: DecodeView, want: Want) -> bool:
-    room = view.sequences + want.num_sequences <= view.max_sequences and view.free_blocks > 0
+def _takes_more(view: DecodeView, want: Want, ahead: bool) -> bool:
+    rows = view.max_sequences + (max(1, view.max_sequences // AHEAD) if ahead else 0)
+    room = view.sequences + want.num_sequences <= rows and view.free_blocks > 0
     return view.usable and (view.sequences == 0 or room)
 
 

@@ -9,32 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeAlias
-from uuid import uuid4
 
 import grpc
 import structlog
 
-from coordinator import validate
-from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
-from coordinator.model_facts import ServedModel
-from coordinator.output import output_texts
-from coordinator.roster import Roster
-from coordinator.states import RequestFacts
+from coordinator.serving import Reading, Serving
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
-from coordinator.telling import Telling
-from coordinator.text import KeysOf, Tokenizing
-from coordinator.validate import Limits, RawRequest
-from kvrelay.blocks import BlockKey, KeyScope, block_keys
-from kvrelay.errors import DeadlineExceeded
-from kvrelay.requests import FinishReason, RequestId
+from coordinator.validate import RawRequest
+from kvrelay.requests import FinishReason
 from kvrelay.rpc.status import to_grpc_status
-from kvrelay.telemetry.tracing import traceparent_of
 from kvrelay.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 log = structlog.get_logger("coordinator.service")
@@ -44,21 +32,13 @@ REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-TENANT = "default"
-"""Of every request, as nobody says who sends it."""
 CUT_S = 0.5
 """How long the status of a reader that was cut off may take to leave."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(
-        self, model: ServedModel, tokenizing: Tokenizing, dispatcher: Dispatcher, roster: Roster, telling: Telling
-    ) -> None:
-        self._model = model
-        self._tokenizing = tokenizing
-        self._dispatcher = dispatcher
-        self._roster = roster
-        self._telling = telling
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -66,114 +46,54 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         times = Times(time.monotonic(), time.time_ns())
         remaining = context.time_remaining()
         deadline_at = None if remaining is None else times.accepted_at + remaining
-        limits = self._model.limits(self._roster.context_limit)
-        raw = raw_request(request)
-        validate.check(raw, limits)
-        self._dispatcher.check_room(raw.max_tokens != 1)
-        prompt_ids, keys = await self._prompt(raw, limits)
-        facts = self._facts(raw, prompt_ids, keys, limits, deadline_at)
-        text, *more = output_texts(facts.n, self._model.codec.detokenizer, raw.stop, facts.stop.stop_token_ids)
-        live = self._dispatcher.submit(facts, text, times, tuple(more))
-        self._telling.started()
-        gone = functools.partial(self._gone, live.id)
+        serving = self._serving
+        live = await serving.open(raw_request(request), times, deadline_at)
+        gone = functools.partial(self._gone, live)
         context.add_done_callback(gone)  # type: ignore[arg-type]  # the stubs want a class, the library any callable
         try:
             async with aclosing(self._stream(live, context)) as messages:
                 async for message in messages:
                     yield message
         finally:
-            self._dispatcher.leave(live.id)
-            self._telling.ended(live, limits.model_id, time.monotonic())
+            serving.close(live)
 
-    def _gone(self, request_id: RequestId, _: Context) -> None:
-        self._dispatcher.leave(request_id)
+    def _gone(self, live: Live, _: Context) -> None:
+        self._serving.leave(live)
 
     async def _stream(self, live: Live, context: Context) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The messages of one stream; raises its error. A reader that is cut off gets its status from here."""
-        stream, task = live.stream, asyncio.current_task()
-        message = accepted_message(live, self._model.identity.model_id)
-        open_sequences, journal = live.facts.n, None
+        reading = Reading(live)
+        message = accepted_message(live, self._serving.model.identity.model_id)
+        open_sequences, item = live.facts.n, None
         try:
             while True:
-                stream.writing(task)
+                reading.writing(item)
                 yield message
-                written = stream.writing(None)
-                if journal is not None:
-                    journal.sent.append(written)
-                    journal = None
+                reading.written()
                 if not open_sequences:
                     return
-                item = await stream.take()
+                item = await reading.take()
                 if type(item) is TokenItem:
                     message = token_message(item)
-                    journal = live.children[item.sequence].journal if live.children else live.journal
                 elif type(item) is FinishItem:
                     message = finished_message(item, live)
                     open_sequences -= 1
                 elif type(item) is ErrorItem:
                     raise item.error
         except GeneratorExit:
-            stream.writing(None)
-            await _say_why_cut(stream, context)
+            reading.gone()
+            await _say_why_cut(live.stream, context)
             raise
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: object) -> inference_pb2.TokenizeResponse:
-        validate.check_model(request.model, self._limits())
-        return inference_pb2.TokenizeResponse(token_ids=await self._tokenizing.encode(request.text, True))
+        token_ids = await self._serving.tokenize(request.model, request.text)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: object
     ) -> inference_pb2.DetokenizeResponse:
-        limits = self._limits()
-        validate.check_model(request.model, limits)
-        validate.check_token_ids("token_ids", request.token_ids, limits.vocab_size)
-        return inference_pb2.DetokenizeResponse(text=await self._tokenizing.decode(request.token_ids))
-
-    def _limits(self) -> Limits:
-        return self._model.limits(self._roster.context_limit)
-
-    async def _prompt(self, raw: RawRequest, limits: Limits) -> tuple[tuple[int, ...], tuple[BlockKey, ...]]:
-        """Its tokens and the keys of their blocks. A template writes special tokens itself: none are added here."""
-        keys_of = self._keys_of(raw)
-        if raw.token_ids is not None:
-            return raw.token_ids, await self._tokenizing.keys(raw.token_ids, keys_of) if keys_of is not None else ()
-        codec, text = self._model.codec, raw.text
-        if text is None:
-            assert codec.template is not None, "checked by validate"
-            text = codec.template.render(raw.chat or ())
-        validate.check_length(raw, text, codec.longest_token, limits)
-        return await self._tokenizing.prompt(text, raw.text is not None, keys_of)
-
-    def _keys_of(self, raw: RawRequest) -> KeysOf | None:
-        """By which the router finds the prompt in caches; None where it does not look, or the request wants none."""
-        if raw.prefix_cache is False or not self._dispatcher.routes_by_keys:
-            return None
-        scope = KeyScope(TENANT, self._model.identity.fingerprint, cache_salt=raw.cache_salt)
-        return functools.partial(block_keys, scope, block_size=self._roster.block_size)
-
-    def _facts(
-        self,
-        raw: RawRequest,
-        prompt_ids: tuple[int, ...],
-        keys: tuple[BlockKey, ...],
-        limits: Limits,
-        deadline_at: float | None,
-    ) -> RequestFacts:
-        if deadline_at is not None and deadline_at <= time.monotonic():
-            raise DeadlineExceeded("the deadline passed while the prompt was tokenized")
-        return RequestFacts(
-            request_id=RequestId(uuid4().hex),
-            prompt_ids=prompt_ids,
-            sampling=validate.sampling_of(raw, secrets.randbits(64), limits),
-            stop=validate.fit(raw, len(prompt_ids), limits),
-            tenant=TENANT,
-            cache_salt=raw.cache_salt,
-            deadline_at=deadline_at,
-            traceparent=traceparent_of(),
-            n=raw.n or 1,
-            prefix_cache=raw.prefix_cache is not False,
-            keys=keys,
-        )
+        text = await self._serving.detokenize(request.model, request.token_ids)
+        return inference_pb2.DetokenizeResponse(text=text)
 
 
 async def _say_why_cut(stream: StreamBuffer, context: Context) -> None:
@@ -191,7 +111,7 @@ def raw_request(request: inference_pb2.GenerateRequest) -> RawRequest:
         model=request.model,
         text=request.text if prompt == "text" else None,
         token_ids=tuple(request.tokens.ids) if prompt == "tokens" else None,
-        chat=tuple((m.role, m.content) for m in request.chat.messages) if prompt == "chat" else None,
+        chat=tuple({"role": m.role, "content": m.content} for m in request.chat.messages) if prompt == "chat" else None,
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
         top_k=sampling.top_k if sampling.HasField("top_k") else None,

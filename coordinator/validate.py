@@ -7,11 +7,13 @@ InvalidArgument (NotFound for the model) that names the field's path.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from coordinator.constraints import Constraint
 from kvrelay.errors import InvalidArgument, NotFound
-from kvrelay.requests import Sampling, StopRule
+from kvrelay.requests import Priority, Sampling, StopRule
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
@@ -22,6 +24,10 @@ GREEDY_BELOW = 1e-5
 MAX_N = 16
 MAX_SALT_BYTES = 256
 MAX_LABEL_BYTES = 256
+
+
+Message = Mapping[str, Any]
+"""One of a chat, as the template reads it: role and content, and what else it has (name, tool_calls, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class RawRequest:
     model: str = ""
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-    chat: tuple[tuple[str, str], ...] | None = None
+    chat: tuple[Message, ...] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -55,6 +61,22 @@ class RawRequest:
     cache_salt: str = ""
     client_request_id: str = ""
     prefix_cache: bool | None = None
+    tools: Sequence[Any] | None = None
+    template_variables: Mapping[str, Any] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    min_tokens: int | None = None
+    include_stop: bool = False
+    echo: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    truncate_prompt: int | None = None
+    priority: Priority = Priority.NORMAL
+    constraint: Constraint | None = None
 
 
 def check(raw: RawRequest, limits: Limits) -> None:
@@ -141,13 +163,13 @@ def _check_prompt(raw: RawRequest, limits: Limits) -> None:
         raise InvalidArgument("prompt: one of text, tokens and chat must be set", field="prompt")
 
 
-def _check_chat(messages: Sequence[tuple[str, str]], limits: Limits) -> None:
+def _check_chat(messages: Sequence[Message], limits: Limits) -> None:
     if not limits.has_chat_template:
         raise _wrong("chat", f"model {limits.model_id!r} has no chat template")
     if not messages:
         raise _wrong("chat.messages", "must not be empty")
-    for at, (role, _) in enumerate(messages):
-        if not role:
+    for at, message in enumerate(messages):
+        if not message.get("role"):
             raise _wrong(f"chat.messages[{at}].role", "must not be empty")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.blocks import BlockTable
-from kvrelay.requests import FinishReason, SequenceKey
+from kvrelay.requests import FinishReason, Logprobs, SequenceKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,15 @@ class Sampled:
     key: SequenceKey
     index: int
     token_id: int
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a sequence whose next token could not be drawn: its grammar allows none that is known."""
+
+    key: SequenceKey
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +68,4 @@ class Matched:
     num_tokens: int
 
 
-Event = Computed | Sampled | Finished | Preempted | Matched
+Event = Computed | Sampled | Finished | Failed | Preempted | Matched

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrelay.blocks import BlockTable
-from kvrelay.requests import Sampling, SequenceKey
+from kvrelay.requests import NO_IDS, Logprobs, Sampling, SequenceKey
+
+
+class Past(NamedTuple):
+    """What a draw depends on beside logits and index: all known tokens, the prompt's first, and tokens that are banned.
+
+    token_ids is empty where only `banned` matters.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
+    banned: frozenset[int] = NO_IDS
 
 
 class SequenceSlice(NamedTuple):
@@ -18,6 +29,7 @@ class SequenceSlice(NamedTuple):
     table covers every token up to the last row, so attention of the last row reads start + len slots.
     If `samples`, the last row yields the token of output index `index`, and one more token for each of `forks`: the
     samplings of sequences 1, 2, ... of the request, which go on from here on their own.
+    past: None where the draw depends on nothing of it.
     """
 
     key: SequenceKey
@@ -28,6 +40,7 @@ class SequenceSlice(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     sampling: Sampling
     forks: tuple[Sampling, ...] = ()
+    past: Past | None = None
 
     @property
     def num_samples(self) -> int:
@@ -74,9 +87,13 @@ class Phases(NamedTuple):
 class Result:
     """Sampled tokens, in the order of the plan: num_samples of each slice, sequence 0 first.
 
-    phases: of an executor that measures them; they are no part of what was computed.
+    phases: of an executor that measures them; they are no part of what was computed. logprobs: of each token, None
+    where nobody asked; empty when nobody asked for any. failures: (position in token_ids, why) of draws that could not
+    be made; the token there means nothing.
     """
 
     step_id: int
     token_ids: tuple[int, ...]
     phases: Phases | None = field(default=None, compare=False)
+    logprobs: tuple[Logprobs | None, ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, replace
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 """Drawn by the coordinator, unique; a client's own id is only a label."""
@@ -21,6 +21,14 @@ class Role(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Priority(enum.IntEnum):
+    """Who goes first where not all can: the higher class is placed and admitted first, and preempted last."""
+
+    BATCH = 0
+    NORMAL = 1
+    INTERACTIVE = 2
 
 
 class FinishReason(enum.StrEnum):
@@ -40,18 +48,51 @@ class SequenceKey:
     sequence: int = 0
 
 
+class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities as the model gave them, before penalties, biases, temperature and filters.
+
+    token: of the token that was drawn. top: (token id, logarithm) of the likeliest ones, likeliest first.
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw a token from logits. temperature 0 is greedy; top_k 0 is off."""
+    """How to draw a token from logits. temperature 0 is greedy; top_k 0 and min_p 0 are off.
+
+    repetition_penalty divides positive logits of tokens seen in prompt or output, and multiplies negative ones (1 is
+    off; Keskar et al. 2019, CTRL). presence_penalty is taken once from the logits of tokens in the output,
+    frequency_penalty once for each time. logit_bias: (token id, what is added to its logit). grammar: what the output
+    must match, as llguidance reads it; empty: anything. logprobs: report those of each token, and of so many of the
+    likeliest; None: none.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self.penalizes or bool(self.grammar)
 
     def of_sequence(self, sequence: int) -> Sampling:
         """How sequence 0, 1, ... of a request draws: the first as asked, each later one from a seed of its own."""
@@ -61,20 +102,29 @@ class Sampling:
         return replace(self, seed=int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
 
 
+NO_IDS: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class StopRule:
     """When an engine ends a sequence. Stop strings are the coordinator's business.
 
     max_tokens counts output tokens from index 0 of the request, over all attempts.
-    stop_token_ids holds the model's EOS ids too, unless the client asked to ignore them.
+    stop_token_ids holds the model's EOS ids too, unless the client asked to ignore them; none of them is drawn before
+    index min_tokens.
     """
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+    def banned(self, index: int) -> frozenset[int]:
+        """Tokens that must not be drawn at output index `index`."""
+        return self.stop_token_ids if index < self.min_tokens else NO_IDS
 
     def finish_of(self, index: int, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id` at output index `index`, or None. Stop beats length at one index."""
-        if token_id in self.stop_token_ids:
+        if token_id in self.stop_token_ids and index >= self.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if index + 1 >= self.max_tokens else None
 
@@ -98,6 +148,7 @@ class SequenceSpec:
     cache_salt: str = ""
     n: int = 1
     prefix_cache: bool = True
+    priority: Priority = Priority.NORMAL
 
     @property
     def first_index(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.blocks import BlockCounts, BlockEvents, KVLayout, Ticket
-from kvrelay.requests import Incarnation, RequestId, Role, Sampling, SessionId, StopRule, WorkerId
+from kvrelay.requests import Incarnation, Logprobs, Priority, RequestId, Role, Sampling, SessionId, StopRule, WorkerId
 from kvrelay.steps import StepRecord
 
 PROTOCOL_VERSION = 1
@@ -68,6 +68,7 @@ class Work:
     deadline_s: float | None = None
     traceparent: str = ""
     prefix_cache: bool = True
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class TokenOut:
     sequence: int
     index: int
     token_id: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _model_of(config: WorkerConfig) -> tuple[ModelIdentity, TextCodec, tuple[int
 def _raw(prompt: Prompt, options: GenerateOptions) -> RawRequest:
     """The request as the coordinator would get it."""
     text = prompt if isinstance(prompt, str) else None
-    chat = None if text is not None else tuple((m["role"], m["content"]) for m in prompt if isinstance(m, Mapping))
+    chat = None if text is not None else tuple(dict(m) for m in prompt if isinstance(m, Mapping))
     token_ids = None if text is not None or chat else tuple(i for i in prompt if isinstance(i, int))
     return RawRequest(
         text=text,

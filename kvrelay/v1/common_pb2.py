@@ -24,35 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/common.proto\x12\nkvrelay.v1\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\\\n\nBlockTable\x12\x13\n\x0blayer_group\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x86\x01\n\x08KVLayout\x12\x10\n\x08kv_heads\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0blayer_group\x18\x06 \x01(\r\x12\x0e\n\x06shards\x18\x07 \x01(\r\"o\n\x06Ticket\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06tables\x18\x03 \x03(\x0b\x32\x16.kvrelay.v1.BlockTable\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\"o\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\"_\n\rModelIdentity\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\"\xf2\x02\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12(\n\x05model\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.ModelIdentity\x12%\n\x07layouts\x18\x07 \x03(\x0b\x32\x14.kvrelay.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x10\n\x08\x65xecutor\x18\n \x01(\t\x12\x15\n\rmax_sequences\x18\x0b \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0c \x01(\r\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x11\n\tverify_kv\x18\x0e \x01(\x08\x12\x14\n\x0cprefix_cache\x18\x0f \x01(\x08\"\x90\x02\n\x04Load\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.BlockCounts\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13transfers_in_flight\x18\x05 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x30\n\x08\x63ounters\x18\x08 \x03(\x0b\x32\x1e.kvrelay.v1.Load.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/common.proto\x12\nkvrelay.v1\"\xe7\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\x03H\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\">\n\x08Logprobs\x12\r\n\x05token\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\\\n\nBlockTable\x12\x13\n\x0blayer_group\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x86\x01\n\x08KVLayout\x12\x10\n\x08kv_heads\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0blayer_group\x18\x06 \x01(\r\x12\x0e\n\x06shards\x18\x07 \x01(\r\"o\n\x06Ticket\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06tables\x18\x03 \x03(\x0b\x32\x16.kvrelay.v1.BlockTable\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\"o\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\"_\n\rModelIdentity\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\"\xf2\x02\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12(\n\x05model\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.ModelIdentity\x12%\n\x07layouts\x18\x07 \x03(\x0b\x32\x14.kvrelay.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x10\n\x08\x65xecutor\x18\n \x01(\t\x12\x15\n\rmax_sequences\x18\x0b \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0c \x01(\r\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x11\n\tverify_kv\x18\x0e \x01(\x08\x12\x14\n\x0cprefix_cache\x18\x0f \x01(\x08\"\x90\x02\n\x04Load\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.BlockCounts\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13transfers_in_flight\x18\x05 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x30\n\x08\x63ounters\x18\x08 \x03(\x0b\x32\x1e.kvrelay.v1.Load.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*g\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x12\n\x0ePRIORITY_BATCH\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_LOAD_COUNTERSENTRY']._loaded_options = None
   _globals['_LOAD_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1390
-  _globals['_ROLE']._serialized_end=1453
-  _globals['_FINISHREASON']._serialized_start=1455
-  _globals['_FINISHREASON']._serialized_end=1550
+  _globals['_ROLE']._serialized_start=1844
+  _globals['_ROLE']._serialized_end=1907
+  _globals['_FINISHREASON']._serialized_start=1909
+  _globals['_FINISHREASON']._serialized_end=2004
+  _globals['_PRIORITY']._serialized_start=2006
+  _globals['_PRIORITY']._serialized_end=2109
   _globals['_SAMPLINGPARAMS']._serialized_start=40
-  _globals['_SAMPLINGPARAMS']._serialized_end=186
-  _globals['_BLOCKTABLE']._serialized_start=188
-  _globals['_BLOCKTABLE']._serialized_end=280
-  _globals['_KVLAYOUT']._serialized_start=283
-  _globals['_KVLAYOUT']._serialized_end=417
-  _globals['_TICKET']._serialized_start=419
-  _globals['_TICKET']._serialized_end=530
-  _globals['_BLOCKCOUNTS']._serialized_start=532
-  _globals['_BLOCKCOUNTS']._serialized_end=643
-  _globals['_MODELIDENTITY']._serialized_start=645
-  _globals['_MODELIDENTITY']._serialized_end=740
-  _globals['_WORKERDESCRIPTION']._serialized_start=743
-  _globals['_WORKERDESCRIPTION']._serialized_end=1113
-  _globals['_LOAD']._serialized_start=1116
-  _globals['_LOAD']._serialized_end=1388
-  _globals['_LOAD_COUNTERSENTRY']._serialized_start=1341
-  _globals['_LOAD_COUNTERSENTRY']._serialized_end=1388
+  _globals['_SAMPLINGPARAMS']._serialized_end=527
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=345
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=393
+  _globals['_LOGPROBS']._serialized_start=529
+  _globals['_LOGPROBS']._serialized_end=591
+  _globals['_TOPLOGPROB']._serialized_start=593
+  _globals['_TOPLOGPROB']._serialized_end=640
+  _globals['_BLOCKTABLE']._serialized_start=642
+  _globals['_BLOCKTABLE']._serialized_end=734
+  _globals['_KVLAYOUT']._serialized_start=737
+  _globals['_KVLAYOUT']._serialized_end=871
+  _globals['_TICKET']._serialized_start=873
+  _globals['_TICKET']._serialized_end=984
+  _globals['_BLOCKCOUNTS']._serialized_start=986
+  _globals['_BLOCKCOUNTS']._serialized_end=1097
+  _globals['_MODELIDENTITY']._serialized_start=1099
+  _globals['_MODELIDENTITY']._serialized_end=1194
+  _globals['_WORKERDESCRIPTION']._serialized_start=1197
+  _globals['_WORKERDESCRIPTION']._serialized_end=1567
+  _globals['_LOAD']._serialized_start=1570
+  _globals['_LOAD']._serialized_end=1842
+  _globals['_LOAD_COUNTERSENTRY']._serialized_start=1795
+  _globals['_LOAD_COUNTERSENTRY']._serialized_end=1842
 # @@protoc_insertion_point(module_scope)

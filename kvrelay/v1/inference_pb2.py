@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\"\xb5\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\x03H\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x04\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\t\x12\x19\n\x0cprefix_cache\x18\r \x01(\x08H\x05\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\r\n\x0b_cache_saltB\x0f\n\r_prefix_cache\"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.AcceptedH\x00\x12\"\n\x05token\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.TokenH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\t\"Z\n\x05Token\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\x03\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08offset_s\x18\x05 \x01(\x01\"\x84\x02\n\x08\x46inished\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x0c\n\x04text\x18\x03 \x01(\t\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12\x10\n\x08offset_s\x18\x05 \x01(\x01\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12*\n\x08hand_off\x18\x08 \x01(\x0b\x32\x13.kvrelay.v1.HandOffH\x00\x88\x01\x01\x12\x12\n\nmigrations\x18\t \x01(\rB\x0b\n\t_hand_off\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x82\x01\n\x07HandOff\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x11\n\texposed_s\x18\x05 \x01(\x01\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xef\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvrelay.v1.DetokenizeRequest\x1a\x1e.kvrelay.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"d\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x15\n\rtemplate_json\x18\x03 \x01(\t\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xee\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x03\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\x03H\x04\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x05\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\t\x12\x19\n\x0cprefix_cache\x18\r \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\x03H\x07\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x0f \x01(\x08H\x08\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x10 \x01(\x08H\t\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\n\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x12 \x01(\x08H\x0b\x88\x01\x01\x12\x1c\n\x0ftruncate_prompt\x18\x13 \x01(\x03H\x0c\x88\x01\x01\x12&\n\x08priority\x18\x14 \x01(\x0e\x32\x14.kvrelay.v1.Priority\x12\x15\n\x0bjson_schema\x18\x15 \x01(\tH\x01\x12\x0f\n\x05regex\x18\x16 \x01(\tH\x01\x12%\n\x06\x63hoice\x18\x17 \x01(\x0b\x32\x13.kvrelay.v1.ChoicesH\x01\x12\x0e\n\x04lark\x18\x18 \x01(\tH\x01\x12\x0e\n\x04\x65\x62nf\x18\x19 \x01(\tH\x01\x42\x08\n\x06promptB\x0c\n\nconstraintB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\r\n\x0b_cache_saltB\x0f\n\r_prefix_cacheB\r\n\x0b_min_tokensB\x0f\n\r_include_stopB\x07\n\x05_echoB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokensB\x12\n\x10_truncate_prompt\"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.AcceptedH\x00\x12\"\n\x05token\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.TokenH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"g\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0bprompt_text\x18\x05 \x01(\t\"\x82\x01\n\x05Token\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\x03\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08offset_s\x18\x05 \x01(\x01\x12&\n\x08logprobs\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.Logprobs\"\x84\x02\n\x08\x46inished\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x0c\n\x04text\x18\x03 \x01(\t\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12\x10\n\x08offset_s\x18\x05 \x01(\x01\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12*\n\x08hand_off\x18\x08 \x01(\x0b\x32\x13.kvrelay.v1.HandOffH\x00\x88\x01\x01\x12\x12\n\nmigrations\x18\t \x01(\rB\x0b\n\t_hand_off\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x82\x01\n\x07HandOff\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x11\n\texposed_s\x18\x05 \x01(\x01\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xef\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvrelay.v1.DetokenizeRequest\x1a\x1e.kvrelay.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=67
   _globals['_TOKENIDS']._serialized_end=90
   _globals['_CHATMESSAGE']._serialized_start=92
-  _globals['_CHATMESSAGE']._serialized_end=136
-  _globals['_CHATMESSAGES']._serialized_start=138
-  _globals['_CHATMESSAGES']._serialized_end=195
-  _globals['_GENERATEREQUEST']._serialized_start=198
-  _globals['_GENERATEREQUEST']._serialized_end=635
-  _globals['_GENERATERESPONSE']._serialized_start=638
-  _globals['_GENERATERESPONSE']._serialized_end=785
-  _globals['_ACCEPTED']._serialized_start=787
-  _globals['_ACCEPTED']._serialized_end=869
-  _globals['_TOKEN']._serialized_start=871
-  _globals['_TOKEN']._serialized_end=961
-  _globals['_FINISHED']._serialized_start=964
-  _globals['_FINISHED']._serialized_end=1224
-  _globals['_USAGE']._serialized_start=1226
-  _globals['_USAGE']._serialized_end=1306
-  _globals['_HANDOFF']._serialized_start=1309
-  _globals['_HANDOFF']._serialized_end=1439
-  _globals['_TOKENIZEREQUEST']._serialized_start=1441
-  _globals['_TOKENIZEREQUEST']._serialized_end=1487
-  _globals['_TOKENIZERESPONSE']._serialized_start=1489
-  _globals['_TOKENIZERESPONSE']._serialized_end=1526
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1528
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1581
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1583
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1617
-  _globals['_INFERENCESERVICE']._serialized_start=1620
-  _globals['_INFERENCESERVICE']._serialized_end=1859
+  _globals['_CHATMESSAGE']._serialized_end=156
+  _globals['_CHATMESSAGES']._serialized_start=158
+  _globals['_CHATMESSAGES']._serialized_end=258
+  _globals['_CHOICES']._serialized_start=260
+  _globals['_CHOICES']._serialized_end=284
+  _globals['_GENERATEREQUEST']._serialized_start=287
+  _globals['_GENERATEREQUEST']._serialized_end=1165
+  _globals['_GENERATERESPONSE']._serialized_start=1168
+  _globals['_GENERATERESPONSE']._serialized_end=1315
+  _globals['_ACCEPTED']._serialized_start=1317
+  _globals['_ACCEPTED']._serialized_end=1420
+  _globals['_TOKEN']._serialized_start=1423
+  _globals['_TOKEN']._serialized_end=1553
+  _globals['_FINISHED']._serialized_start=1556
+  _globals['_FINISHED']._serialized_end=1816
+  _globals['_USAGE']._serialized_start=1818
+  _globals['_USAGE']._serialized_end=1898
+  _globals['_HANDOFF']._serialized_start=1901
+  _globals['_HANDOFF']._serialized_end=2031
+  _globals['_TOKENIZEREQUEST']._serialized_start=2033
+  _globals['_TOKENIZEREQUEST']._serialized_end=2079
+  _globals['_TOKENIZERESPONSE']._serialized_start=2081
+  _globals['_TOKENIZERESPONSE']._serialized_end=2118
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2120
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2173
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2175
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2209
+  _globals['_INFERENCESERVICE']._serialized_start=2212
+  _globals['_INFERENCESERVICE']._serialized_end=2451
 # @@protoc_insertion_point(module_scope)

@@ -45,17 +45,21 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    EXTRA_JSON_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     content: _builtins.str
+    extra_json: _builtins.str
+    """Further keys of the message as the chat template reads them (name, tool_calls, ...): a JSON object, or empty."""
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        extra_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "extra_json", b"extra_json", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -66,20 +70,50 @@ class ChatMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_JSON_FIELD_NUMBER: _builtins.int
+    tools_json: _builtins.str
+    """What the template calls tools: a JSON list, or empty."""
+    template_json: _builtins.str
+    """Further variables of the template: a JSON object, or empty."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools_json: _builtins.str = ...,
+        template_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_json", b"template_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """The output is one of these, whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -98,6 +132,18 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the one model served."""
     text: _builtins.str
@@ -111,6 +157,25 @@ class GenerateRequest(_message.Message):
     """The caller's own label; never used as a key."""
     prefix_cache: _builtins.bool
     """false: neither use nor fill the cache of prompt blocks. Absent: true."""
+    min_tokens: _builtins.int
+    """Neither EOS nor stop tokens nor stop strings end a sequence before it has so many tokens."""
+    include_stop: _builtins.bool
+    """What ended the text, stop string or text of a stop token, is part of it."""
+    echo: _builtins.bool
+    """Accepted says the prompt's text."""
+    skip_special_tokens: _builtins.bool
+    """Text of special tokens is left out. Absent: true."""
+    add_special_tokens: _builtins.bool
+    """The tokenizer adds its own special tokens to a prompt given as text. Absent: true; of chat messages never."""
+    truncate_prompt: _builtins.int
+    """Only the last so many tokens of the prompt are used. Absent: all, and too many are an error."""
+    priority: _common_pb2.Priority.ValueType
+    json_schema: _builtins.str
+    """A JSON schema; {} stands for any JSON object."""
+    regex: _builtins.str
+    lark: _builtins.str
+    """A grammar in Lark's notation, or in GBNF."""
+    ebnf: _builtins.str
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -125,6 +190,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def choice(self) -> Global___Choices: ...
     def __init__(
         self,
         *,
@@ -141,33 +208,73 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         client_request_id: _builtins.str = ...,
         prefix_cache: _builtins.bool | None = ...,
+        min_tokens: _builtins.int | None = ...,
+        include_stop: _builtins.bool | None = ...,
+        echo: _builtins.bool | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        truncate_prompt: _builtins.int | None = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        lark: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "chat", b"chat", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "n", b"n", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_echo", b"_echo", "_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_n", b"_n", "_prefix_cache", b"_prefix_cache", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt", b"_truncate_prompt", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "ebnf", b"ebnf", "echo", b"echo", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "json_schema", b"json_schema", "lark", b"lark", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "tokens", b"tokens", "truncate_prompt", b"truncate_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_echo", b"_echo", "_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_n", b"_n", "_prefix_cache", b"_prefix_cache", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt", b"_truncate_prompt", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "client_request_id", b"client_request_id", "constraint", b"constraint", "ebnf", b"ebnf", "echo", b"echo", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "json_schema", b"json_schema", "lark", b"lark", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prefix_cache", b"prefix_cache", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "tokens", b"tokens", "truncate_prompt", b"truncate_prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
+    _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
+    _WhichOneofReturnType__include_stop: _TypeAlias = _typing.Literal["include_stop"]  # noqa: Y015
+    _WhichOneofArgType__include_stop: _TypeAlias = _typing.Literal["_include_stop", b"_include_stop"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
     _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt: _TypeAlias = _typing.Literal["truncate_prompt"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt: _TypeAlias = _typing.Literal["_truncate_prompt", b"_truncate_prompt"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "choice", "lark", "ebnf"]  # noqa: Y015
+    _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__echo) -> _WhichOneofReturnType__echo | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop) -> _WhichOneofReturnType__include_stop | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt) -> _WhichOneofReturnType__truncate_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -215,10 +322,13 @@ class Accepted(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
     seed: _builtins.int
     model: _builtins.str
+    prompt_text: _builtins.str
+    """With echo."""
     def __init__(
         self,
         *,
@@ -226,10 +336,11 @@ class Accepted(_message.Message):
         prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         model: _builtins.str = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_text", b"prompt_text", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,6 +355,7 @@ class Token(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     OFFSET_S_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     index: _builtins.int
     token_id: _builtins.int
@@ -251,6 +363,10 @@ class Token(_message.Message):
     """Text that became certain with this token; may be empty. The pieces join to the full text."""
     offset_s: _builtins.float
     """Since the server received the request."""
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """With sampling.logprobs."""
+
     def __init__(
         self,
         *,
@@ -259,10 +375,11 @@ class Token(_message.Message):
         token_id: _builtins.int = ...,
         text: _builtins.str = ...,
         offset_s: _builtins.float = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "offset_s", b"offset_s", "sequence", b"sequence", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "offset_s", b"offset_s", "sequence", b"sequence", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

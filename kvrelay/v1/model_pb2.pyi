@@ -90,6 +90,9 @@ class GetModelResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     SMALLEST_CACHEABLE_PREFIX_FIELD_NUMBER: _builtins.int
+    MAX_LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MAX_GRAMMAR_BYTES_FIELD_NUMBER: _builtins.int
     context_limit: _builtins.int
     """min(model context, tokens of the smallest pool of each role); a prompt has 1 .. limit - 1 tokens."""
     max_stop_strings: _builtins.int
@@ -100,6 +103,10 @@ class GetModelResponse(_message.Message):
     chat_template: _builtins.bool
     smallest_cacheable_prefix: _builtins.int
     """A prompt of so many tokens, sent again, has a cached part; a shorter one never has. 0: nothing is cached."""
+    max_logit_bias: _builtins.int
+    """Most entries of sampling.logit_bias, of the likeliest tokens of sampling.logprobs, and bytes of a constraint."""
+    max_logprobs: _builtins.int
+    max_grammar_bytes: _builtins.int
     @_builtins.property
     def identity(self) -> _common_pb2.ModelIdentity: ...
     @_builtins.property
@@ -117,10 +124,13 @@ class GetModelResponse(_message.Message):
         block_size: _builtins.int = ...,
         chat_template: _builtins.bool = ...,
         smallest_cacheable_prefix: _builtins.int = ...,
+        max_logit_bias: _builtins.int = ...,
+        max_logprobs: _builtins.int = ...,
+        max_grammar_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template", b"chat_template", "context_limit", b"context_limit", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_n", b"max_n", "max_request_bytes", b"max_request_bytes", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "smallest_cacheable_prefix", b"smallest_cacheable_prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template", b"chat_template", "context_limit", b"context_limit", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_grammar_bytes", b"max_grammar_bytes", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_n", b"max_n", "max_request_bytes", b"max_request_bytes", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "smallest_cacheable_prefix", b"smallest_cacheable_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -417,6 +417,9 @@ class Work(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     NO_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_token_ids: _builtins.int
@@ -432,6 +435,11 @@ class Work(_message.Message):
     traceparent: _builtins.str
     no_prefix_cache: _builtins.bool
     """Neither use nor fill the cache of full blocks."""
+    min_tokens: _builtins.int
+    """No stop token is drawn before this output index."""
+    grammar: _builtins.str
+    """What the output must match, as llguidance reads it; empty: anything."""
+    priority: _common_pb2.Priority.ValueType
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The first of them; num_token_ids says how many there are in all."""
@@ -458,10 +466,13 @@ class Work(_message.Message):
         deadline_s: _builtins.float | None = ...,
         traceparent: _builtins.str = ...,
         no_prefix_cache: _builtins.bool = ...,
+        min_tokens: _builtins.int = ...,
+        grammar: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "first_index", b"first_index", "max_tokens", b"max_tokens", "n", b"n", "no_prefix_cache", b"no_prefix_cache", "num_prompt_tokens", b"num_prompt_tokens", "num_token_ids", b"num_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "first_index", b"first_index", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "no_prefix_cache", b"no_prefix_cache", "num_prompt_tokens", b"num_prompt_tokens", "num_token_ids", b"num_token_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -907,11 +918,14 @@ class TokenOut(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     sequence: _builtins.int
     index: _builtins.int
     token_id: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs: ...
     def __init__(
         self,
         *,
@@ -920,10 +934,11 @@ class TokenOut(_message.Message):
         sequence: _builtins.int = ...,
         index: _builtins.int = ...,
         token_id: _builtins.int = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "request_id", b"request_id", "sequence", b"sequence", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "sequence", b"sequence", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

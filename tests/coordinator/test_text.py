@@ -88,7 +88,7 @@ def test_streamed_text_of_smollm2_is_the_librarys_full_decode() -> None:
 def test_the_chat_template_of_smollm2_ends_where_the_assistant_goes_on() -> None:
     codec = HuggingFaceCodec(SMOLLM2, 49152)
     assert codec.template is not None
-    text = codec.template.render([("user", "Hi")])
+    text = codec.template.render([{"role": "user", "content": "Hi"}])
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert codec.encode(text, False)[0] == 1
 
@@ -156,14 +156,14 @@ async def test_what_waits_for_the_thread_is_bounded() -> None:
 def test_a_template_that_raises_is_the_clients_error() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidArgument, match="roles must alternate") as info:
-        template.render([("user", "x")])
+        template.render([{"role": "user", "content": "x"}])
     assert info.value.field == "chat"
 
 
 def test_a_template_cannot_leave_its_sandbox() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(InvalidArgument):
-        template.render([("user", "x")])
+        template.render([{"role": "user", "content": "x"}])
 
 
 def test_templates_come_from_the_jinja_file_or_the_config(tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_templates_come_from_the_jinja_file_or_the_config(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     template = load_template(tmp_path)
     assert template is not None
-    assert template.render([("user", "x")]) == "<s>x"
+    assert template.render([{"role": "user", "content": "x"}]) == "<s>x"
     (tmp_path / "chat_template.jinja").write_text("{{ messages | tojson }}")
     template = load_template(tmp_path)
     assert template is not None
-    assert template.render([("user", "<é>")]) == '[{"role": "user", "content": "<é>"}]'
+    assert template.render([{"role": "user", "content": "<é>"}]) == '[{"role": "user", "content": "<é>"}]'
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""What every door does with a request, whatever protocol it came in: judged, tokenized, taken in, told of.
+
+Knows no protos and no HTTP. A door makes a RawRequest, opens it, reads the stream of what it gets and closes it, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import time
+from collections.abc import Sequence
+from uuid import uuid4
+
+from coordinator import validate
+from coordinator.dispatch import Dispatcher
+from coordinator.live import Live, Times
+from coordinator.model_facts import ServedModel
+from coordinator.output import output_texts
+from coordinator.roster import Roster
+from coordinator.states import RequestFacts
+from coordinator.stream import Item, TokenItem
+from coordinator.telling import Telling
+from coordinator.text import KeysOf, Tokenizing
+from coordinator.validate import Limits, RawRequest
+from kvrelay.blocks import BlockKey, KeyScope, block_keys
+from kvrelay.errors import DeadlineExceeded
+from kvrelay.requests import RequestId
+from kvrelay.telemetry.tracing import traceparent_of
+
+TENANT = "default"
+"""Of every request, as nobody says who sends it."""
+
+
+class Serving:
+    def __init__(
+        self, model: ServedModel, tokenizing: Tokenizing, dispatcher: Dispatcher, roster: Roster, telling: Telling
+    ) -> None:
+        self.model = model
+        self.tokenizing = tokenizing
+        self._dispatcher = dispatcher
+        self._roster = roster
+        self._telling = telling
+
+    @property
+    def limits(self) -> Limits:
+        return self.model.limits(self._roster.context_limit)
+
+    async def open(self, raw: RawRequest, times: Times, deadline_at: float | None = None) -> Live:
+        """Takes a request in, or raises what is wrong with it. deadline_at: on the clock of times.accepted_at.
+
+        The caller calls `close` once, whatever happens.
+        """
+        limits = self.limits
+        validate.check(raw, limits)
+        self._dispatcher.check_room(raw.max_tokens != 1)
+        prompt_ids, keys = await self._prompt(raw, limits)
+        facts = self._facts(raw, prompt_ids, keys, limits, deadline_at)
+        text, *more = output_texts(facts.n, self.model.codec.detokenizer, raw.stop, facts.stop.stop_token_ids)
+        live = self._dispatcher.submit(facts, text, times, tuple(more))
+        self._telling.started()
+        return live
+
+    def leave(self, live: Live) -> None:
+        """Nobody reads its stream any more. Idempotent."""
+        self._dispatcher.leave(live.id)
+
+    def close(self, live: Live) -> None:
+        self._dispatcher.leave(live.id)
+        self._telling.ended(live, self.model.identity.model_id, time.monotonic())
+
+    async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> list[int]:
+        validate.check_model(model, self.limits)
+        return await self.tokenizing.encode(text, add_special_tokens)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        limits = self.limits
+        validate.check_model(model, limits)
+        validate.check_token_ids("token_ids", token_ids, limits.vocab_size)
+        return await self.tokenizing.decode(token_ids)
+
+    async def _prompt(self, raw: RawRequest, limits: Limits) -> tuple[tuple[int, ...], tuple[BlockKey, ...]]:
+        """Its tokens and the keys of their blocks. A template writes special tokens itself: none are added here."""
+        keys_of = self._keys_of(raw)
+        if raw.token_ids is not None:
+            return raw.token_ids, await self.tokenizing.keys(raw.token_ids, keys_of) if keys_of is not None else ()
+        codec, text = self.model.codec, raw.text
+        if text is None:
+            assert codec.template is not None, "checked by validate"
+            text = codec.template.render(raw.chat or ())
+        validate.check_length(raw, text, codec.longest_token, limits)
+        return await self.tokenizing.prompt(text, raw.text is not None, keys_of)
+
+    def _keys_of(self, raw: RawRequest) -> KeysOf | None:
+        """By which the router finds the prompt in caches; None where it does not look, or the request wants none."""
+        if raw.prefix_cache is False or not self._dispatcher.routes_by_keys:
+            return None
+        scope = KeyScope(TENANT, self.model.identity.fingerprint, cache_salt=raw.cache_salt)
+        return functools.partial(block_keys, scope, block_size=self._roster.block_size)
+
+    def _facts(
+        self,
+        raw: RawRequest,
+        prompt_ids: tuple[int, ...],
+        keys: tuple[BlockKey, ...],
+        limits: Limits,
+        deadline_at: float | None,
+    ) -> RequestFacts:
+        if deadline_at is not None and deadline_at <= time.monotonic():
+            raise DeadlineExceeded("the deadline passed while the prompt was tokenized")
+        return RequestFacts(
+            request_id=RequestId(uuid4().hex),
+            prompt_ids=prompt_ids,
+            sampling=validate.sampling_of(raw, secrets.randbits(64), limits),
+            stop=validate.fit(raw, len(prompt_ids), limits),
+            tenant=TENANT,
+            cache_salt=raw.cache_salt,
+            deadline_at=deadline_at,
+            traceparent=traceparent_of(),
+            n=raw.n or 1,
+            prefix_cache=raw.prefix_cache is not False,
+            keys=keys,
+        )
+
+
+class Reading:
+    """The items of one stream, for a door that writes each before it takes the next.
+
+    When a token has been written is kept in the journal: that is where its gap ends.
+    """
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._task = asyncio.current_task()
+        self._token: TokenItem | None = None
+
+    async def take(self) -> Item:
+        """The next item; waits for it."""
+        return await self._live.stream.take()
+
+    def writing(self, item: Item | None = None) -> None:
+        """A write begins, of this item; the first one of a stream is of none."""
+        self._token = item if type(item) is TokenItem else None
+        self._live.stream.writing(self._task)
+
+    def written(self) -> None:
+        at = self._live.stream.writing(None)
+        token = self._token
+        if token is not None:
+            live = self._live
+            journal = live.children[token.sequence].journal if live.children else live.journal
+            journal.sent.append(at)
+            self._token = None
+
+    def gone(self) -> None:
+        """The write under way came to nothing."""
+        self._live.stream.writing(None)
