@@ -18,7 +18,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from support.history import Reference, Stream, Tally, judge, tally
 from support.injections import NoProof, born_again, kill
 from support.members import Members, members
 from support.recorder import HashReference, History, load, under_way
-from support.streams import mixed_cases
+from support.streams import new_and_known
 
 from kvrelay.cli import bench_stats
 
 MODEL = "smollm2-135m-instruct"
 MODEL_SIZES = ((40, 40), (200, 24), (17, 32), (300, 16), (1, 40), (16, 32))
+MODEL_ROUNDS = 6
+"""So many prompts of each size: more tokens than a pool holds, so that most of what is handed over was in no cache."""
 BACK_WITHIN_S = 60.0
 LONGEST_WAIT_S = 0.5
 """Between two kills, besides the time that the killed worker needs to come back."""
@@ -68,7 +70,7 @@ def model_cases() -> list[Case]:
     rng = random.Random(7)
     return [
         Case(tuple(rng.randrange(49_152) for _ in range(length)), max_tokens, 7 + i if i % 2 else None)
-        for i, (length, max_tokens) in enumerate(MODEL_SIZES)
+        for i, (length, max_tokens) in enumerate(MODEL_SIZES * MODEL_ROUNDS)
     ]
 
 
@@ -78,7 +80,7 @@ class Setting:
 
     name: str
     flags: tuple[str, ...]
-    cases: list[Case]
+    cases: Iterable[Case]
     reference: Reference
     concurrency: int
 
@@ -226,7 +228,7 @@ def settings(args: argparse.Namespace) -> list[tuple[Setting, list[str]]]:
     plain = {role: n - model[role] for role, n in roles_of(args).items()}
     if sum(plain.values()):
         plain_flags = (*common, "--num-blocks", "160", "--step-tokens", "64", "--step-seconds", "0.01")
-        found.append((Setting("hash", plain_flags, mixed_cases(), HashReference(), args.concurrency), plain))
+        found.append((Setting("hash", plain_flags, new_and_known(), HashReference(), args.concurrency), plain))
     if sum(model.values()):
         cases = model_cases()
         flags = (*common, "--executor", "torch", "--model", MODEL, "--dtype", args.dtype, "--num-blocks", "160")
