@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from kvrelay.client.calls import GENERATE, generate_request
+from kvrelay.client.request import GENERATE, generate_request
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.status import from_rpc_error

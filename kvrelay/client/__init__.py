@@ -11,18 +11,21 @@ Errors are the classes of kvrelay.errors. Leaving an iteration, or a `with` bloc
 """
 
 from kvrelay.client.async_client import AsyncClient, AsyncStream
-from kvrelay.client.calls import GenerateOptions, Prompt
+from kvrelay.client.options import ChatMessage, GenerateOptions, Prompt
 from kvrelay.client.sync_client import Client, Stream
 from kvrelay.client.values import Choice, GenerateResult, HandOff, ModelInfo, TokenEvent, Topology, Usage, WorkerStatus
+from kvrelay.requests import Logprobs
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "ChatMessage",
     "Choice",
     "Client",
     "GenerateOptions",
     "GenerateResult",
     "HandOff",
+    "Logprobs",
     "ModelInfo",
     "Prompt",
     "Stream",

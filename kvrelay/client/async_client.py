@@ -1,4 +1,4 @@
-"""The asyncio client: runs calls and streams on a grpc.aio channel. What they say and mean is in calls and fold."""
+"""The asyncio client: runs calls and streams on a grpc.aio channel. Their meaning is in calls, request and fold."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import grpc
 from google.protobuf.message import Message
 
 from kvrelay.client import calls
-from kvrelay.client.calls import GENERATE, GenerateOptions, Operation, Prompt
+from kvrelay.client.calls import Operation
 from kvrelay.client.fold import StreamFold
+from kvrelay.client.options import GenerateOptions, Prompt
+from kvrelay.client.request import GENERATE, generate_request
 from kvrelay.client.values import Choice, GenerateResult, ModelInfo, TokenEvent, Topology
 from kvrelay.config import DEFAULT_TARGET
 from kvrelay.errors import Cancelled, Internal
@@ -120,7 +122,7 @@ class AsyncClient:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Streams tokens: `async for token in client.generate(...)`. See GenerateOptions."""
-        return AsyncStream(self._channel, calls.generate_request(prompt, options), options.get("deadline_s"))
+        return AsyncStream(self._channel, generate_request(prompt, options), options.get("deadline_s"))
 
     async def tokenize(self, text: str, *, model: str = "") -> list[int]:
         return await self._run(calls.tokenize(text, model))

@@ -1,46 +1,19 @@
-"""Every call as a value: path, request, how to read the answer. Both clients run these; neither knows a proto."""
+"""Every unary call as a value: path, request, how to read the answer. Both clients run these; neither knows a proto."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from kvrelay.client.request import assign, extend
 from kvrelay.client.values import Blocks, ModelInfo, Topology, WorkerStatus
-from kvrelay.errors import InvalidArgument
 from kvrelay.v1 import admin_pb2, common_pb2, inference_pb2, model_pb2
 
-GENERATE = "/kvrelay.v1.InferenceService/Generate"
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages: mappings with role and content."""
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Options of a generation; what is absent or None takes the server's default.
-
-    stop: strings that end the text and are not part of it. deadline_s: for the whole stream.
-    request_label: the caller's own name for the request, for logs; never a key. n: sequences from one prompt, each
-    drawn from a seed of its own; see GenerateResult.choices. prefix_cache: False neither uses nor fills caches.
-    """
-
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool | None
-    model: str
-    deadline_s: float | None
-    request_label: str
-    cache_salt: str | None
-    n: int | None
-    prefix_cache: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,65 +26,16 @@ class Operation(Generic[R, T]):
     read: Callable[[R], T]
 
 
-def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """The request of a generation. InvalidArgument names what does not even fit the wire; the rest is the server's."""
-    request = inference_pb2.GenerateRequest()
-    _fill_prompt(request, prompt)
-    for name in ("temperature", "top_p", "top_k", "seed"):
-        _assign(request.sampling, name, options.get(name), f"sampling.{name}")
-    for name in ("max_tokens", "ignore_eos", "cache_salt", "model", "n", "prefix_cache"):
-        _assign(request, name, options.get(name), name)
-    _assign(request, "client_request_id", options.get("request_label"), "client_request_id")
-    stop = options.get("stop") or ()
-    _extend(request.stop, (stop,) if isinstance(stop, str) else stop, "stop")
-    _extend(request.stop_token_ids, options.get("stop_token_ids") or (), "stop_token_ids")
-    return request
-
-
-def _fill_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        return _assign(request, "text", prompt, "text")
-    if prompt and isinstance(prompt[0], Mapping):
-        for index, message in enumerate(prompt):
-            where = f"chat.messages[{index}]"
-            if not isinstance(message, Mapping):
-                raise InvalidArgument(f"{where} is not a mapping with role and content", field=where)
-            added = request.chat.messages.add()
-            for name in ("role", "content"):
-                _assign(added, name, message.get(name, ""), f"{where}.{name}")
-        return None
-    request.tokens.SetInParent()
-    return _extend(request.tokens.ids, prompt, "tokens.ids")
-
-
-def _assign(message: Message, name: str, value: object, path: str) -> None:
-    """Sets a field unless the value is None. Protobuf's own refusals (type, range, lone surrogates) name no field."""
-    if value is None:
-        return
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{path} cannot be sent: {error}", field=path) from error
-
-
-def _extend(repeated: Any, values: Sequence[object], path: str) -> None:
-    """Extends a repeated field of any scalar type."""
-    try:
-        repeated.extend(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{path} cannot be sent: {error}", field=path) from error
-
-
 def tokenize(text: str, model: str) -> Operation[inference_pb2.TokenizeResponse, list[int]]:
     request = inference_pb2.TokenizeRequest(model=model)
-    _assign(request, "text", text, "text")
+    assign(request, "text", text, "text")
     path = "/kvrelay.v1.InferenceService/Tokenize"
     return Operation(path, request, inference_pb2.TokenizeResponse.FromString, lambda answer: list(answer.token_ids))
 
 
 def detokenize(token_ids: Sequence[int], model: str) -> Operation[inference_pb2.DetokenizeResponse, str]:
     request = inference_pb2.DetokenizeRequest(model=model)
-    _extend(request.token_ids, token_ids, "token_ids")
+    extend(request.token_ids, token_ids, "token_ids")
     path = "/kvrelay.v1.InferenceService/Detokenize"
     return Operation(path, request, inference_pb2.DetokenizeResponse.FromString, lambda answer: answer.text)
 
@@ -151,6 +75,9 @@ def _model_info(answer: model_pb2.GetModelResponse) -> ModelInfo:
         max_n=answer.max_n,
         max_request_bytes=answer.max_request_bytes,
         smallest_cacheable_prefix=answer.smallest_cacheable_prefix,
+        max_logit_bias=answer.max_logit_bias,
+        max_logprobs=answer.max_logprobs,
+        max_grammar_bytes=answer.max_grammar_bytes,
     )
 
 

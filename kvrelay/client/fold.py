@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from kvrelay.client.values import Choice, GenerateResult, HandOff, TokenEvent, Usage
 from kvrelay.errors import Internal
+from kvrelay.requests import Logprobs
 from kvrelay.v1 import common_pb2, inference_pb2
 
 FINISH_REASONS: dict[int, str] = {
@@ -52,7 +53,8 @@ class StreamFold:
         if len(self._choices) < self._n:
             raise Internal(f"the stream has no result: {len(self._events)} tokens came, but no finish")
         ordered = sorted(self._choices, key=lambda choice: choice.sequence)
-        return GenerateResult.of(self._accepted.request_id, self._accepted.seed, self._accepted.model, ordered)
+        about = self._accepted
+        return GenerateResult.of(about.request_id, about.seed, about.model, ordered, about.prompt_text)
 
     def feed(self, message: inference_pb2.GenerateResponse, received_s: float) -> TokenEvent | None:
         """The token in a message, None if it holds none. Internal if the server broke its promise."""
@@ -75,7 +77,9 @@ class StreamFold:
         due = len(events)
         if token.index != due:
             raise Internal(f"token {token.index} came where token {due} was due")
-        event = TokenEvent(token.index, token.token_id, token.text, token.offset_s, received_s, sequence)
+        event = TokenEvent(
+            token.index, token.token_id, token.text, token.offset_s, received_s, sequence, _logprobs(token)
+        )
         events.append(event)
         self._events.append(event)
         return event
@@ -103,10 +107,18 @@ class StreamFold:
             decode_worker=finished.decode_worker,
             hand_off=_hand_off(finished),
             migrations=finished.migrations,
+            logprobs=tuple(event.logprobs for event in events if event.logprobs is not None),
         )
         self._ended.add(choice.sequence)
         self._choices.append(choice)
         self.on_choice(choice)
+
+
+def _logprobs(token: inference_pb2.Token) -> Logprobs | None:
+    if not token.HasField("logprobs"):
+        return None
+    told = token.logprobs
+    return Logprobs(told.token, tuple((one.token_id, one.logprob) for one in told.top))
 
 
 def _hand_off(finished: inference_pb2.Finished) -> HandOff | None:

@@ -1,4 +1,4 @@
-"""The client for threads: runs calls and streams on a grpc channel. What they say and mean is in calls and fold."""
+"""The client for threads: runs calls and streams on a grpc channel. Their meaning is in calls, request and fold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import grpc
 from google.protobuf.message import Message
 
 from kvrelay.client import calls
-from kvrelay.client.calls import GENERATE, GenerateOptions, Operation, Prompt
+from kvrelay.client.calls import Operation
 from kvrelay.client.fold import StreamFold
+from kvrelay.client.options import GenerateOptions, Prompt
+from kvrelay.client.request import GENERATE, generate_request
 from kvrelay.client.values import Choice, GenerateResult, ModelInfo, TokenEvent, Topology
 from kvrelay.config import DEFAULT_TARGET
 from kvrelay.errors import Internal
@@ -105,7 +107,7 @@ class Client:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Streams tokens: `for token in client.generate(...)`. See GenerateOptions."""
-        return Stream(self._channel, calls.generate_request(prompt, options), options.get("deadline_s"))
+        return Stream(self._channel, generate_request(prompt, options), options.get("deadline_s"))
 
     def tokenize(self, text: str, *, model: str = "") -> list[int]:
         return self._run(calls.tokenize(text, model))

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from kvrelay.requests import Logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One token. text may be empty: it is what became certain with this token, and the pieces join to the answer.
 
     offset_s: since the server received the request, its clock; received_s: since the call began, this client's clock.
-    sequence: which of the n sequences it belongs to; each has indexes of its own.
+    sequence: which of the n sequences it belongs to; each has indexes of its own. logprobs: None unless asked for.
     """
 
     index: int
@@ -21,6 +23,7 @@ class TokenEvent:
     offset_s: float
     received_s: float
     sequence: int = 0
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Choice:
 
     ttft_ms and gaps_ms (one per token but the first) are what this client saw; finish_reason: stop or length.
     migrations: how often it was moved because a worker was lost; the workers are the last placement's.
+    logprobs: one per token, or none at all.
     """
 
     sequence: int
@@ -67,11 +71,15 @@ class Choice:
     decode_worker: str
     hand_off: HandOff | None
     migrations: int = 0
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A stream that ended well. choices: one per sequence, in their order; all else but seed is that of the first."""
+    """A stream that ended well. choices: one per sequence, in their order; what a choice has too is the first one's.
+
+    prompt_text: with echo, else empty.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -88,9 +96,13 @@ class GenerateResult:
     hand_off: HandOff | None
     migrations: int = 0
     choices: tuple[Choice, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_text: str = ""
 
     @classmethod
-    def of(cls, request_id: str, seed: int, model: str, choices: Sequence[Choice]) -> GenerateResult:
+    def of(
+        cls, request_id: str, seed: int, model: str, choices: Sequence[Choice], prompt_text: str = ""
+    ) -> GenerateResult:
         """choices: at least one, by sequence."""
         first = choices[0]
         return cls(
@@ -109,6 +121,8 @@ class GenerateResult:
             hand_off=first.hand_off,
             migrations=first.migrations,
             choices=tuple(choices),
+            logprobs=first.logprobs,
+            prompt_text=prompt_text,
         )
 
 
@@ -129,6 +143,10 @@ class ModelInfo:
     max_request_bytes: int
     smallest_cacheable_prefix: int = 0
     """A prompt of so many tokens, sent again, has a cached part; 0: nothing is cached."""
+    max_logit_bias: int = 0
+    max_logprobs: int = 0
+    max_grammar_bytes: int = 0
+    """Of the text of a constraint."""
 
 
 class Blocks(TypedDict):

@@ -14,7 +14,7 @@ from support.golden import Case
 from support.streams import answer_of, assert_exact, case_of, neighbour, stream_of
 
 from kvrelay.client import AsyncClient
-from kvrelay.client.calls import GENERATE, generate_request
+from kvrelay.client.request import GENERATE, generate_request
 from kvrelay.errors import KVRelayError, ResourceExhausted
 from kvrelay.rpc.status import from_rpc_error
 

@@ -14,8 +14,8 @@ import pytest
 from kvrelay import client as kv
 from kvrelay import errors
 from kvrelay.cli.ask import ask_cluster
-from kvrelay.client.calls import generate_request
 from kvrelay.client.fold import StreamFold
+from kvrelay.client.request import generate_request
 from kvrelay.rpc.server import RpcServer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
@@ -76,13 +76,18 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
 
 
+LIMITS = {"max_logit_bias": 1024, "max_logprobs": 20, "max_grammar_bytes": 65536}
+
+
 class Models(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(self, request, context):
         return model_pb2.ListModelsResponse(model_ids=["m"])
 
     async def GetModel(self, request, context):
         identity = common_pb2.ModelIdentity(model_id="m", fingerprint="f", vocab_size=9)
-        return model_pb2.GetModelResponse(identity=identity, context_limit=64, eos_token_ids=[2], chat_template=True)
+        return model_pb2.GetModelResponse(
+            identity=identity, context_limit=64, eos_token_ids=[2], chat_template=True, **LIMITS
+        )
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
@@ -343,6 +348,7 @@ async def test_the_small_calls_answer_and_map_errors(client):
     assert await client.list_models() == ["m"]
     info = await client.get_model()
     assert (info.model_id, info.context_limit, info.eos_token_ids, info.chat_template) == ("m", 64, (2,), True)
+    assert {name: getattr(info, name) for name in LIMITS} == LIMITS
     with pytest.raises(errors.NotFound) as caught:
         await client.detokenize([1], model="other")
     assert caught.value.field == "model"
@@ -363,12 +369,113 @@ async def test_the_small_calls_answer_and_map_errors(client):
         ("a", {"max_tokens": 2**63}, "max_tokens"),
         ("a", {"stop": [1]}, "stop"),
         ("a", {"stop_token_ids": [1.5]}, "stop_token_ids"),
+        ("a", {"min_p": "some"}, "sampling.min_p"),
+        ("a", {"logit_bias": {7: "much"}}, "sampling.logit_bias[7]"),
+        ("a", {"logit_bias": {2**63: 1.0}}, f"sampling.logit_bias[{2**63}]"),
+        ("a", {"priority": "high"}, "priority"),
+        ("a", {"regex": "a", "ebnf": "b"}, "ebnf"),
+        ("a", {"choice": ["a"], "json_schema": {}}, "choice"),
+        ("a", {"choice": ["a", 1]}, "choice.texts"),
+        ("a", {"json_schema": {"enum": [{1}]}}, "json_schema"),
+        ("a", {"tools": [{"type": "function"}]}, "chat.tools_json"),
+        ([1], {"template_variables": {"x": 1}}, "chat.template_json"),
+        ([{"role": "user", "content": "a", "n": math.nan}], {}, "chat.messages[0]"),
+        ([{"role": "user", "content": ["part"]}], {}, "chat.messages[0].content"),
     ],
 )
 def test_what_does_not_fit_the_wire_is_refused_by_name(prompt, options, field):
     with pytest.raises(errors.InvalidArgument) as caught:
         generate_request(prompt, options)
     assert caught.value.field == field
+
+
+def test_further_options_reach_the_wire_under_their_names():
+    request = generate_request(
+        "a",
+        {
+            "min_p": 0.1,
+            "repetition_penalty": 1.5,
+            "presence_penalty": 0.0,
+            "frequency_penalty": -0.5,
+            "logit_bias": {7: -100.0, 8: 2},
+            "logprobs": 0,
+            "min_tokens": 2,
+            "include_stop": True,
+            "echo": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            "truncate_prompt": 9,
+            "priority": "interactive",
+        },
+    )
+    sampling = common_pb2.SamplingParams(
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=0.0,
+        frequency_penalty=-0.5,
+        logit_bias={7: -100.0, 8: 2.0},
+        logprobs=0,
+    )
+    assert request == pb.GenerateRequest(
+        text="a",
+        sampling=sampling,
+        min_tokens=2,
+        include_stop=True,
+        echo=True,
+        skip_special_tokens=False,
+        add_special_tokens=False,
+        truncate_prompt=9,
+        priority=common_pb2.PRIORITY_INTERACTIVE,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"json_schema": {}}, {"json_schema": "{}"}),
+        ({"json_schema": '{"type": "array"}'}, {"json_schema": '{"type": "array"}'}),
+        ({"json_schema": {"const": "é"}, "regex": None}, {"json_schema": '{"const": "é"}'}),
+        ({"regex": ""}, {"regex": ""}),
+        ({"choice": ["a", "b"]}, {"choice": pb.Choices(texts=["a", "b"])}),
+        ({"choice": []}, {"choice": pb.Choices()}),
+        ({"choice": "one"}, {"choice": pb.Choices(texts=["one"])}),
+        ({"lark": "start: A"}, {"lark": "start: A"}),
+        ({"ebnf": "root ::= a"}, {"ebnf": "root ::= a"}),
+    ],
+)
+def test_a_constraint_is_one_of_its_kinds(options, expected):
+    request = generate_request("", options)
+    assert request == pb.GenerateRequest(text="", **expected)
+    assert request.WhichOneof("constraint") == next(iter(expected))
+
+
+def test_what_a_chat_message_has_besides_role_and_content_goes_as_json():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "é"}]}
+    messages = [{"role": "user", "content": "hi", "name": "a"}, call, {"role": "tool", "tool_call_id": "1"}]
+    chat = generate_request(messages, {"tools": [{"type": "function"}], "template_variables": {"think": False}}).chat
+    assert chat == pb.ChatMessages(
+        messages=[
+            pb.ChatMessage(role="user", content="hi", extra_json='{"name": "a"}'),
+            pb.ChatMessage(role="assistant", extra_json='{"tool_calls": [{"id": "é"}]}'),
+            pb.ChatMessage(role="tool", extra_json='{"tool_call_id": "1"}'),
+        ],
+        tools_json='[{"type": "function"}]',
+        template_json='{"think": false}',
+    )
+
+
+def test_log_probabilities_and_the_echo_come_with_tokens_choices_and_result():
+    fold = StreamFold(2)
+    fold.feed(pb.GenerateResponse(accepted=pb.Accepted(request_id="r", prompt_text="once")), 0.0)
+    told = common_pb2.Logprobs(token=-0.5, top=[common_pb2.TopLogprob(token_id=9, logprob=-0.25)])
+    event = fold.feed(pb.GenerateResponse(token=pb.Token(index=0, logprobs=told)), 0.1)
+    assert event.logprobs == kv.Logprobs(-0.5, ((9, -0.25),))
+    assert fold.feed(token_of(1, 0), 0.2).logprobs is None
+    fold.feed(finish_of(1), 0.3)
+    fold.feed(finish_of(0), 0.4)
+    result = fold.result
+    assert (result.prompt_text, result.logprobs) == ("once", (event.logprobs,))
+    assert [choice.logprobs for choice in result.choices] == [(event.logprobs,), ()]
 
 
 def test_what_the_server_must_judge_is_sent_as_it_is():

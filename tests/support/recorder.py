@@ -17,7 +17,7 @@ from support.golden import Case
 from support.history import AcceptedSeen, Fault, FinishSeen, Seen, StatusSeen, Stream, Tally, TokenSeen
 from support.streams import answer_of
 
-from kvrelay.client.calls import GENERATE, generate_request
+from kvrelay.client.request import GENERATE, generate_request
 from kvrelay.rpc.channel import open_channel
 from kvrelay.v1 import common_pb2, inference_pb2
 
