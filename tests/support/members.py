@@ -145,6 +145,7 @@ def members(
     flags: Mapping[str, Sequence[str]] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,
     proxied: Collection[str] = (),
+    coordinator_flags: Sequence[str] = (),
 ) -> Iterator[Members]:
     """common: flags of every worker; flags, env: of single ones by id; proxied: workers that stand behind a proxy."""
     cluster = Members()
@@ -152,7 +153,8 @@ def members(
     model = model if "--executor" in model else (*model, "--executor", "hash")
 
     def start_coordinator(name: str) -> RoleProcess:
-        return RoleProcess(directory, "coordinator", *model, "--listen", LOOPBACK_ANY, name=name)
+        own = (*model, "--listen", LOOPBACK_ANY, *coordinator_flags)
+        return RoleProcess(directory, "coordinator", *own, name=name)
 
     def start_worker(name: str) -> RoleProcess:
         listen = fixed_address()
