@@ -7,16 +7,16 @@ coordinator does not need transformers.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from coordinator.chat import ChatTemplate, load_template
 from coordinator.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from coordinator.token_bytes import byte_table, longest_token, special_ids, without
 from kvrelay.blocks import BlockKey
 from kvrelay.errors import InvalidArgument, NotFound, ResourceExhausted
 
@@ -37,7 +37,10 @@ KeysOf = Callable[[Sequence[int]], Keys]
 
 
 class TextCodec(Protocol):
-    """One model's tokenizer. Ids given to `decode` must lie in the vocabulary."""
+    """One model's tokenizer. Ids given to `decode` must lie in the vocabulary.
+
+    skip_special_tokens: special tokens have no text; else their names are their text.
+    """
 
     vocab_size: int
     template: ChatTemplate | None
@@ -46,9 +49,13 @@ class TextCodec(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, alone; a special token for its name. IndexError outside the vocabulary."""
+        ...
 
 
 class ByteCodec:
@@ -59,42 +66,64 @@ class ByteCodec:
     longest_token = 1
 
     def __init__(self) -> None:
-        self._table = [bytes([i]) for i in range(256)] + [b""] * (BYTE_VOCAB - 256)
+        self._whole = [*(bytes([i]) for i in range(256)), b"<eos>", b"<bos>"]
+        self._table = without(self._whole, frozenset({BYTE_EOS, BYTE_BOS}))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return b"".join(self._table[i] for i in token_ids).decode("utf-8", "replace")
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        table = self._table if skip_special_tokens else self._whole
+        return b"".join(table[i] for i in token_ids).decode("utf-8", "replace")
 
-    def detokenizer(self) -> Detokenizer:
-        return ByteDetokenizer(self._table)
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        return ByteDetokenizer(self._table if skip_special_tokens else self._whole)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _nth(self._whole, token_id)
 
 
 class HuggingFaceCodec:
-    """A tokenizer.json with the chat template beside it. Special tokens have no text."""
+    """A tokenizer.json with the chat template beside it."""
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = _load(Path(directory) / "tokenizer.json")
         self.template = load_template(Path(directory))
-        self._table, self._strip_first_space = _byte_table(self._tokenizer, vocab_size)
-        self.longest_token = _longest_token(self._tokenizer, self._table)
+        self._whole, self._strip_first_space = byte_table(self._tokenizer, vocab_size)
+        self._table = None if self._whole is None else without(self._whole, special_ids(self._tokenizer))
+        self.longest_token = longest_token(self._tokenizer, self._whole)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """As a batch of one: unlike `encode`, the library's `encode_batch` lets other threads run meanwhile."""
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """What `detokenizer` streams, in one piece."""
-        detokenizer = self.detokenizer()
+        detokenizer = self.detokenizer(skip_special_tokens)
         pieces = [detokenizer.push(i) for i in token_ids]
         return "".join(pieces) + detokenizer.flush()
 
-    def detokenizer(self) -> Detokenizer:
-        if self._table is not None:
-            return ByteDetokenizer(self._table, self._strip_first_space)
-        return WindowDetokenizer(lambda ids: self._tokenizer.decode(list(ids)), self.vocab_size)
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        table = self._table if skip_special_tokens else self._whole
+        if table is not None:
+            return ByteDetokenizer(table, self._strip_first_space)
+        return WindowDetokenizer(
+            lambda ids: self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens), self.vocab_size
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._whole is not None:
+            return _nth(self._whole, token_id)
+        if not 0 <= token_id < self.vocab_size:
+            raise IndexError(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _nth(table: list[bytes], token_id: int) -> bytes:
+    if token_id < 0:
+        raise IndexError(token_id)
+    return table[token_id]
 
 
 class Tokenizing:
@@ -177,65 +206,3 @@ def _load(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _byte_table(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes] | None, bool]:
-    """(token id -> bytes, whether the first space of a text is stripped); None where tokens are not fixed bytes."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    if decoder.get("type") == "ByteLevel":
-        return _table(tokenizer, vocab_size, _byte_level_piece), False
-    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else []
-    if [s.get("type") for s in steps[:3]] != ["Replace", "ByteFallback", "Fuse"]:
-        return None, False
-    strip = steps[3:]
-    if steps[0].get("pattern") != {"String": "▁"} or steps[0].get("content") != " " or not _strips_one(strip):
-        return None, False
-    return _table(tokenizer, vocab_size, _sentencepiece_piece), bool(strip)
-
-
-def _strips_one(steps: Sequence[dict[str, Any]]) -> bool:
-    """No further step, or just the one that takes the space away which the normalizer puts before a text."""
-    return not steps or list(steps) == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-
-
-def _longest_token(tokenizer: Tokenizer, table: list[bytes] | None) -> int:
-    """A normalizer may drop text before it is cut into tokens: then nothing can be said."""
-    if table is None or json.loads(tokenizer.to_str()).get("normalizer") is not None:
-        return 0
-    special = (len(token.content) for token in tokenizer.get_added_tokens_decoder().values())
-    return max(*(len(piece) for piece in table), *special)
-
-
-def _table(tokenizer: Tokenizer, vocab_size: int, piece_bytes: Any) -> list[bytes]:
-    """Ids without a token (padding of the embedding) have no text, like special tokens."""
-    added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-    table = [b""] * vocab_size
-    for piece, token_id in tokenizer.get_vocab().items():
-        special = token_id in added and added[token_id].special
-        if token_id < vocab_size and not special:
-            table[token_id] = piece_bytes(piece)
-    return table
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level BPE, turned round: character -> byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_ALPHABET = _byte_level_alphabet()
-
-
-def _byte_level_piece(piece: str) -> bytes:
-    """A piece with a character outside the alphabet (an added token) stands for itself."""
-    try:
-        return bytes(_ALPHABET[char] for char in piece)
-    except KeyError:
-        return piece.encode()
-
-
-def _sentencepiece_piece(piece: str) -> bytes:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:5], 16)])
-    return piece.replace("▁", " ").encode()
