@@ -9,18 +9,33 @@ from coordinator.stops import StopAutomaton, StopStrings
 
 
 class OutputText:
-    """Tokens that end the sequence (EOS, stop ids) have no text. Raises IndexError for ids outside the vocabulary."""
+    """Tokens that end the sequence (EOS, stop ids) have no text, nor has the stop string, unless include_stop.
 
-    __slots__ = ("_detokenizer", "_hit", "_silent_ids", "_stops")
+    The first min_tokens tokens end nothing: stop strings are looked for in the text of those after them. Raises
+    IndexError for ids outside the vocabulary.
+    """
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton | None, silent_ids: frozenset[int]) -> None:
+    __slots__ = ("_detokenizer", "_free", "_hit", "_silent_ids", "_stops")
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopAutomaton | None,
+        silent_ids: frozenset[int],
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops is not None else None
-        self._silent_ids = silent_ids
+        self._stops = StopStrings(stops, include_stop) if stops is not None else None
+        self._silent_ids = frozenset() if include_stop else silent_ids
+        self._free = min_tokens
         self._hit = False
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """(text that became certain, whether a stop string is complete). After a hit only `finish` may follow."""
+        if self._free:
+            self._free -= 1
+            return self._detokenizer.push(token_id), False
         if token_id in self._silent_ids:
             return "", False
         text = self._detokenizer.push(token_id)
@@ -41,8 +56,13 @@ class OutputText:
 
 
 def output_texts(
-    n: int, detokenizer: Callable[[], Detokenizer], stops: Sequence[str], silent_ids: frozenset[int]
+    n: int,
+    detokenizer: Callable[[], Detokenizer],
+    stops: Sequence[str],
+    silent_ids: frozenset[int],
+    include_stop: bool = False,
+    min_tokens: int = 0,
 ) -> list[OutputText]:
     """Of the n sequences of one request. Stop strings are compiled once: 16 long ones take several ms."""
     automaton = StopAutomaton(stops) if stops else None
-    return [OutputText(detokenizer(), automaton, silent_ids) for _ in range(n)]
+    return [OutputText(detokenizer(), automaton, silent_ids, include_stop, min_tokens) for _ in range(n)]

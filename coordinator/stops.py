@@ -53,12 +53,16 @@ class StopAutomaton:
 
 
 class StopStrings:
-    """Where one text stands. Feed it in order until `feed` says hit."""
+    """Where one text stands. Feed it in order until `feed` says hit.
 
-    __slots__ = ("_automaton", "_held", "_node")
+    include: the stop string is part of the text, so that nothing need be held back, and the text is cut after it.
+    """
 
-    def __init__(self, automaton: StopAutomaton) -> None:
+    __slots__ = ("_automaton", "_held", "_include", "_node")
+
+    def __init__(self, automaton: StopAutomaton, include: bool = False) -> None:
         self._automaton = automaton
+        self._include = include
         self._node = 0
         self._held = ""
 
@@ -70,9 +74,9 @@ class StopStrings:
             node = following[node].get(held[at], 0)
             if stop_length[node]:
                 self._held = ""
-                return held[: at + 1 - stop_length[node]], True
+                return held[: at + 1 - (0 if self._include else stop_length[node])], True
         self._node = node
-        keep = self._automaton.depth[node]
+        keep = 0 if self._include else self._automaton.depth[node]
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 
