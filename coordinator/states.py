@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from coordinator.events import Loss, Placement
 from kvrelay.blocks import BlockKey
 from kvrelay.config import MAX_ATTEMPTS
-from kvrelay.requests import RequestId, Role, Sampling, StopRule, WorkerId
+from kvrelay.requests import Priority, RequestId, Role, Sampling, StopRule, WorkerId
 from kvrelay.session import Work
 
 WORKER_EXTRA_S = 1.0
@@ -41,6 +41,7 @@ class RequestFacts:
     n: int = 1
     prefix_cache: bool = True
     keys: tuple[BlockKey, ...] = ()
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
