@@ -22,7 +22,7 @@ from engine.memory import HostPool
 from engine.moves import carry_out
 from engine.plan import Phases, Plan, Result
 from engine.rope import rope_table
-from engine.sampler import sample
+from engine.sampler import Masks, draws_of, sample
 from engine.tensors import StepBatch, step_batch
 from engine.weights import Checkpoint
 from kvrelay.blocks import KVLayout
@@ -71,12 +71,20 @@ def model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
 class TorchExecutor:
     """Implements engine.executor.Executor with a model of a Hugging Face directory and a pool in host memory."""
 
-    def __init__(self, model_dir: str | Path, options: TorchOptions, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        model_dir: str | Path,
+        options: TorchOptions,
+        clock: Callable[[], float] = lambda: 0.0,
+        grammars: Masks | None = None,
+    ) -> None:
         """Load the model; errors of the directory are those of ModelConfig.from_dir and Checkpoint.check.
 
-        clock: seconds, for the phases of each step.
+        clock: seconds, for the phases of each step. grammars: made for this model's tokens; None: draws that have a
+        grammar fail.
         """
         self._clock = clock
+        self._grammars = grammars
         config = ModelConfig.from_dir(model_dir)
         torch.set_num_threads(options.threads)
         self.config = config
@@ -117,12 +125,12 @@ class TorchExecutor:
             logits = self._model.forward(batch, self._kv)
             computed = clock()
             sampling = [s for s in plan.slices if s.samples]
-            draws = [(each, s.index) for s in sampling for each in (s.sampling, *s.forks)]
+            draws = draws_of(sampling)
             if len(draws) > len(sampling):  # several sequences draw from one row
                 logits = logits.repeat_interleave(torch.tensor([s.num_samples for s in sampling]), dim=0)
-            tokens = sample(logits, draws)
-            moves = moved - begun
-            return Result(plan.step_id, tokens, Phases(built - moved, moves + computed - built, clock() - computed))
+            drawn = sample(logits.cpu().numpy(), draws, self._grammars)
+            phases = Phases(built - moved, moved - begun + computed - built, clock() - computed)
+            return Result(plan.step_id, drawn.token_ids, phases, drawn.logprobs, drawn.failures)
 
     def close(self) -> None:
         """Drop our view of the pool, then the pool. Nothing may write to it any more."""

@@ -94,6 +94,12 @@ class Sampling:
         """Whether a draw depends on the tokens before it."""
         return self.penalizes or bool(self.grammar)
 
+    @property
+    def plain(self) -> bool:
+        """Whether a draw takes logits as they are, asks for nothing but the token, and has no filter beside top_k and
+        top_p."""
+        return not (self.logit_bias or self.grammar or self.min_p or self.logprobs is not None or self.penalizes)
+
     def of_sequence(self, sequence: int) -> Sampling:
         """How sequence 0, 1, ... of a request draws: the first as asked, each later one from a seed of its own."""
         if sequence == 0:

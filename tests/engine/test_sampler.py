@@ -1,12 +1,13 @@
-"""The sampler is a pure function of (logits, sampling, seed, index)."""
+"""Temperature, top_k, top_p, seed and index: the sampler as a pure function of a row of logits."""
 
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
-from engine.sampler import sample, uniform
+from engine.sampler import Draw, Drawn, sample, uniform
 from kvrelay.errors import Internal
 from kvrelay.requests import Sampling
 
@@ -16,12 +17,13 @@ def logits_of(*probabilities: float) -> torch.Tensor:
 
 
 def draw(row: torch.Tensor, sampling: Sampling, index: int = 0) -> int:
-    return sample(row.unsqueeze(0), [(sampling, index)])[0]
+    [token_id] = sample(row.unsqueeze(0).numpy(), [Draw(sampling, index)]).token_ids
+    return token_id
 
 
 def frequencies(row: torch.Tensor, sampling: Sampling, count: int = 2000) -> dict[int, float]:
-    draws = sample(row.expand(count, -1), [(sampling, index) for index in range(count)])
-    return {token: seen / count for token, seen in sorted(Counter(draws).items())}
+    drawn = sample(row.expand(count, -1).numpy(), [Draw(sampling, index) for index in range(count)])
+    return {token: seen / count for token, seen in sorted(Counter(drawn.token_ids).items())}
 
 
 def test_uniforms_are_fixed_for_all_time() -> None:
@@ -72,13 +74,13 @@ def test_a_vocabulary_of_many_chunks_is_drawn_as_its_plain_scan() -> None:
 @pytest.mark.parametrize("top_k", [0, 40])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_a_row_gives_the_same_token_in_any_batch(top_k: int, top_p: float) -> None:
-    logits = torch.randn(33, 5000, generator=torch.Generator().manual_seed(1)) * 2
-    draws = [(Sampling(seed=i, top_k=top_k, top_p=top_p), i) for i in range(33)]
-    alone = tuple(sample(logits[i : i + 1], draws[i : i + 1])[0] for i in range(33))
-    assert sample(logits, draws) == alone
-    assert tuple(reversed(sample(logits.flip(0), draws[::-1]))) == alone
-    mixed = [(Sampling(temperature=0.0), 0) if i % 2 else pair for i, pair in enumerate(draws)]
-    assert sample(logits, mixed)[::2] == alone[::2]
+    logits = (torch.randn(33, 5000, generator=torch.Generator().manual_seed(1)) * 2).numpy()
+    draws = [Draw(Sampling(seed=i, top_k=top_k, top_p=top_p), i) for i in range(33)]
+    alone = tuple(sample(logits[i : i + 1], draws[i : i + 1]).token_ids[0] for i in range(33))
+    assert sample(logits, draws).token_ids == alone
+    assert tuple(reversed(sample(logits[::-1], draws[::-1]).token_ids)) == alone
+    mixed = [Draw(Sampling(temperature=0.0), 0) if i % 2 else draw for i, draw in enumerate(draws)]
+    assert sample(logits, mixed).token_ids[::2] == alone[::2]
 
 
 def test_the_seed_and_the_index_alone_decide() -> None:
@@ -131,4 +133,4 @@ def test_a_row_that_is_not_finite_is_our_bug() -> None:
 
 
 def test_no_rows_give_no_tokens() -> None:
-    assert sample(torch.empty(0, 10), []) == ()
+    assert sample(np.empty((0, 10), np.float32), []) == Drawn()
