@@ -3,21 +3,32 @@
 Each token's K and V row is a hash of the token, its position and the bytes of *all* earlier rows as they lie in the
 pool now, read through the block table. So any wrong, stale, shifted or missing byte changes what comes after it, while
 batching, chunking, preemption and the blocks used change nothing (the block size does: it is part of the layout).
-Standard library only; knows no clock.
+A draw that asks for more than a token of the bare model gets it from logits made of the same hash, with the token of
+greedy sampling as their best. Standard library only until then; knows no clock.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from engine.memory import HostPool
 from engine.moves import carry_out
 from engine.plan import Plan, Result, SequenceSlice
 from kvrelay.blocks import KVLayout
-from kvrelay.requests import Sampling
+from kvrelay.requests import Logprobs, Sampling
+
+if TYPE_CHECKING:
+    from engine.sampler import Masks
 
 HEAD_DIM = 32
+LEAD = 1.0
+"""Of the greedy token's logit over the next."""
+_GREEDY = Sampling(temperature=0.0)
+
+Says = Callable[["hashlib.blake2b", Sampling, int], int]
+"""The token after KV of this hash, by a sampling, at an output index."""
 
 
 def hash_layout(block_size: int) -> KVLayout:
@@ -28,7 +39,8 @@ def hash_layout(block_size: int) -> KVLayout:
 class HashExecutor:
     """Executor whose tokens are in 0 .. vocab_size-1; eos_token_id is one of them and comes up by chance.
 
-    step_seconds, with a `pause` such as time.sleep, makes each step last longer: a slow model.
+    step_seconds, with a `pause` such as time.sleep, makes each step last longer: a slow model. grammars: made for
+    these tokens; None: draws that have a grammar fail.
     """
 
     def __init__(
@@ -40,6 +52,7 @@ class HashExecutor:
         step_seconds: float = 0.0,
         pause: Callable[[float], None] | None = None,
         swap_blocks: int = 0,
+        grammars: Masks | None = None,
     ) -> None:
         if not 0 <= eos_token_id < vocab_size:
             raise ValueError(f"eos_token_id {eos_token_id} is not in a vocabulary of {vocab_size}")
@@ -52,18 +65,31 @@ class HashExecutor:
         self.eos_token_id = eos_token_id
         self._step_seconds = step_seconds
         self._pause = pause
+        self._grammars = grammars
 
     def run(self, plan: Plan) -> Result:
         """Slices are computed one after another; a sequence reads nothing but its own blocks."""
+        return self.run_saying(plan, self._next_token, LEAD)
+
+    def run_saying(self, plan: Plan, says: Says, lead: float) -> Result:
+        """As run, with tokens of another model. lead: of the logit of what it says greedily over the next."""
         carry_out(plan, self.pool, self.swap)
-        token_ids = []
+        answers = _Answers()
         for rows in plan.slices:
             prefix = self._write_rows(rows)
-            if rows.samples:
-                token_ids += [self._next_token(prefix, s, rows.index) for s in (rows.sampling, *rows.forks)]
+            if not rows.samples:
+                continue
+            if rows.past is None and rows.sampling.plain:
+                answers.say([says(prefix, s, rows.index) for s in (rows.sampling, *rows.forks)])
+            else:
+                from engine.pseudo_logits import draw
+
+                favourite = says(prefix, _GREEDY, rows.index)
+                drawn = draw(rows, prefix.digest(), self.vocab_size, favourite, lead, self._grammars)
+                answers.say(drawn.token_ids, drawn.logprobs, drawn.failures)
         if self._pause is not None and self._step_seconds > 0:
             self._pause(self._step_seconds)
-        return Result(plan.step_id, tuple(token_ids))
+        return answers.result(plan.step_id)
 
     def close(self) -> None:
         self.pool.close()
@@ -111,3 +137,28 @@ class HashExecutor:
         if not sampling.greedy:
             state.update(b"seed %d index %d" % (sampling.seed, index))
         return int.from_bytes(state.digest(), "little") % self.vocab_size
+
+
+class _Answers:
+    """A result as it grows, slice by slice."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: dict[int, Logprobs | None] = {}
+        self._failures: list[tuple[int, str]] = []
+
+    def say(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs | None] = (),
+        failures: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        first = len(self._token_ids)
+        self._token_ids += token_ids
+        self._logprobs.update(enumerate(logprobs, first))
+        self._failures += [(first + at, words) for at, words in failures]
+
+    def result(self, step_id: int) -> Result:
+        told = self._logprobs
+        logprobs = tuple([told.get(at) for at in range(len(self._token_ids))]) if told else ()
+        return Result(step_id, tuple(self._token_ids), None, logprobs, tuple(self._failures))

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine.hash_executor import HashExecutor
 from engine.memory import HostPool
 from engine.plan import Plan, Result
 from kvrelay.blocks import KVLayout
+from kvrelay.requests import Sampling
+
+if TYPE_CHECKING:
+    from engine.sampler import Masks
+
+LEAD = 20.0
+"""Of the logit of the script's token over the next: drawn at temperature 1 unless penalties and biases outweigh it."""
 
 
 class ScriptedExecutor:
     """Executor whose token of output index i is script[i], for every sequence; EOS where the script says nothing.
 
     The script is a list of tokens from index 0, or a mapping of indexes to tokens. KV bytes are those of HashExecutor,
-    so that hand-offs move real bytes.
+    so that hand-offs move real bytes. So are the logits of draws that need some, but for the script's token, which is
+    by far the best.
     """
 
     def __init__(
@@ -27,6 +37,7 @@ class ScriptedExecutor:
         step_seconds: float = 0.0,
         pause: Callable[[float], None] | None = None,
         swap_blocks: int = 0,
+        grammars: Masks | None = None,
     ) -> None:
         self._script = dict(script) if isinstance(script, Mapping) else dict(enumerate(script))
         for index, token_id in self._script.items():
@@ -34,7 +45,9 @@ class ScriptedExecutor:
                 raise ValueError(f"script has a token for index {index}, the first is 0")
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"script[{index}] is token {token_id}, not in a vocabulary of {vocab_size}")
-        self._kv = HashExecutor(num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause, swap_blocks)
+        self._kv = HashExecutor(
+            num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause, swap_blocks, grammars
+        )
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
 
@@ -52,10 +65,10 @@ class ScriptedExecutor:
 
     def run(self, plan: Plan) -> Result:
         """KV as the hash model writes it, tokens from the script."""
-        self._kv.run(plan)
-        says = self._script.get
-        tokens = [says(s.index, self.eos_token_id) for s in plan.slices for _ in range(s.num_samples)]
-        return Result(plan.step_id, tuple(tokens))
+        return self._kv.run_saying(plan, self._says, LEAD)
 
     def close(self) -> None:
         self._kv.close()
+
+    def _says(self, prefix: hashlib.blake2b, sampling: Sampling, index: int) -> int:
+        return self._script.get(index, self.eos_token_id)
