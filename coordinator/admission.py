@@ -55,9 +55,10 @@ class Admission:
     def full(self, num_open: int, num_queued: int) -> ResourceExhausted | None:
         """What keeps out any request, whatever it wants: too many streams, a full queue. None: there is room."""
         if num_open >= self._open_limit:
-            message = f"{self._open_limit} requests are open; that is the limit"
+            name, most, message = "open_limit", self._open_limit, "requests are open; that is the limit"
         elif num_queued >= self._queue_limit:
-            message = f"{self._queue_limit} requests wait already; that is the limit"
+            name, most, message = "queue_limit", self._queue_limit, "requests wait already; that is the limit"
         else:
             return None
-        return ResourceExhausted(message, retry_after_s=RETRY_AFTER_S)
+        metadata = {"limit": name, "most": str(most)}
+        return ResourceExhausted(f"{most} {message}", retry_after_s=RETRY_AFTER_S, metadata=metadata)

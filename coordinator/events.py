@@ -255,9 +255,11 @@ class Drop:
 Action = SendCommand | Emit | ForkOff | Requeue | CheckBack | ReleasePlacement | Finish | Fail | Drop
 
 
-def error_named(code: str, message: str, field: str = "", retry_after_s: float | None = None) -> KVRelayError:
-    """The error of this class name; a name that we do not know is Internal."""
+def error_named(
+    code: str, message: str, field: str = "", retry_after_s: float | None = None, *, worker: WorkerId
+) -> KVRelayError:
+    """The error of this class name that a worker told of; a name that we do not know is Internal."""
     kind = getattr(errors, code, None)
     if not (isinstance(kind, type) and issubclass(kind, KVRelayError)):
         return errors.Internal(f"worker error {code!r}: {message}", field=field)
-    return kind(message, field=field, retry_after_s=retry_after_s)
+    return kind(message, field=field, retry_after_s=retry_after_s, metadata={"worker": worker})

@@ -124,7 +124,7 @@ def _refused(state: State, event: RefusedBy, now: float) -> Step:
     state = state.with_ended(role)
     if event.code == errors.ResourceExhausted.__name__:
         return no_room(state, now)
-    error = error_named(event.code, event.message, event.field, event.retry_after_s)
+    error = error_named(event.code, event.message, event.field, event.retry_after_s, worker=event.worker)
     has_run = bool(state.tokens_so_far) or state.tries.lost > 0
     if not error.retryable and not (has_run and isinstance(error, errors.InvalidArgument)):
         return end(state, Fail(error))
@@ -229,7 +229,7 @@ def _worker_ended(state: State, event: WorkerEnded, now: float) -> Step:
         early = f"{who} ended the sequence ({event.reason}) before the request was complete"
         return end(state, Fail(errors.Internal(early)))
     words = f"{who}: {event.message}{_other_end(state, role)}"
-    error = error_named(event.code, words)
+    error = error_named(event.code, words, worker=event.worker)
     if isinstance(error, errors.DeadlineExceeded):  # by a clock that leapt: ours alone ends a request for its time
         return without(state, role, Loss(Cause.GAVE_UP, event.worker, words), now)
     if error.retryable:

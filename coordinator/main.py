@@ -22,6 +22,7 @@ from coordinator.dispatch import Dispatcher
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.model_facts import ServedModel, load_model
 from coordinator.model_service import ModelService
+from coordinator.readiness import Readiness
 from coordinator.registry import Served
 from coordinator.registry_service import RegistryService
 from coordinator.roster import Roster
@@ -32,7 +33,6 @@ from coordinator.telling import Telling
 from coordinator.text import Tokenizing
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import KVRelayError, Unavailable
-from kvrelay.requests import Role
 from kvrelay.rpc.interceptors import GENERATE, TracingInterceptor
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
@@ -50,7 +50,6 @@ EXIT_CONFIG = 78
 GRACE_S = 10.0
 LAST_WORDS_S = 0.5
 """After the grace: how long the streams that were cut may take to send their status."""
-READY_CHECK_S = 0.2
 MESSAGE_MARGIN = 64 * 1024
 """Room for what surrounds a request's content; beyond it gRPC itself refuses the message."""
 INFERENCE = "kvrelay.v1.InferenceService"
@@ -142,13 +141,13 @@ class Coordinator:
         if self._config.metrics:
             self._metrics_server = MetricsServer(self._config.metrics, self._metrics.collect)
         await self.server.start()
-        for name in self.server.services:
-            await self.server.set_ready(name != INFERENCE, name)
+        readiness = Readiness(self.server, self.roster, INFERENCE)
+        await readiness.start()
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self.roster.run(), name="roster"),
             loop.create_task(self.dispatcher.run(), name="dispatcher"),
-            loop.create_task(self._keep_readiness(), name="readiness"),
+            loop.create_task(readiness.run(), name="readiness"),
             loop.create_task(self._telling.run(), name="telling"),
         ]
         return f"{self._config.listen.rpartition(':')[0]}:{port}"
@@ -182,14 +181,3 @@ class Coordinator:
             await asyncio.to_thread(self._gen_ai.close)
             self._gen_ai = None
         self._tokenizing.close()
-
-    async def _keep_readiness(self) -> None:
-        """InferenceService is ready while a decode worker has a session."""
-        ready = False
-        while True:
-            now = self.roster.has(Role.DECODE)
-            if now != ready:
-                ready = now
-                await self.server.set_ready(ready, INFERENCE)
-                log.info("ready" if ready else "not ready")
-            await asyncio.sleep(READY_CHECK_S)

@@ -28,9 +28,8 @@ def move(state: State, loss: Loss, now: float) -> Step:
     tries = state.tries
     lost = tries.lost + 1
     if lost >= tries.limit:
-        ended, actions = end(
-            state, Fail(errors.Aborted(f"attempts used up ({lost}); the last one: {loss.words}"), loss)
-        )
+        said = f"attempts used up ({lost}); the last one: {loss.words}"
+        ended, actions = end(state, Fail(errors.Aborted(said, metadata={"worker": loss.worker}), loss))
         return replace(ended, tries=replace(tries, lost=lost)), actions
     return _anew(state, Tries(tries.limit, lost), Requeue(now + _back_off(lost - 1), loss))
 

@@ -21,7 +21,7 @@ from coordinator.loads import WorkerLoad
 from coordinator.session_wire import Dial, ListBlocks, dial_worker, list_blocks
 from coordinator.sessions import WorkerSession
 from coordinator.views import Share, Snapshot
-from kvrelay.errors import KVRelayError, NotFound
+from kvrelay.errors import KVRelayError, NotFound, Resource
 from kvrelay.fault_points import fault_point
 from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
 from kvrelay.session import Command, Load, Report, WorkerDescription
@@ -83,6 +83,14 @@ class Roster:
         """Whether a worker of this role has a session. One that drains counts: its successor is waited for after it."""
         return any(load.description.role is role for load in self._loads.values())
 
+    def is_usable(self, role: Role) -> bool:
+        """Whether a worker of this role takes requests now: it has a session, is heard of and is not about to go."""
+        going = {w for w, known in self._state.workers.items() if known.leaving}
+        return any(
+            load.description.role is role and worker not in going and self._sessions[worker].silent_s() <= rg.STALLED_S
+            for worker, load in self._loads.items()
+        )
+
     def listing(self) -> list[tuple[WorkerDescription, Load | None, float]]:
         """(description, last load, seconds of silence) of all workers with a session, by id."""
         pairs = ((self._sessions[w], load) for w, load in sorted(self._loads.items()))
@@ -115,7 +123,11 @@ class Roster:
         """NotFound, naming those there are, if there is no such worker with a session."""
         if worker not in self._loads:
             known = ", ".join(sorted(self._loads)) or "none"
-            raise NotFound(f"no worker {worker!r} has a session here; there are: {known}", field="worker_id")
+            raise NotFound(
+                f"no worker {worker!r} has a session here; there are: {known}",
+                field="worker_id",
+                resource=Resource("worker", worker),
+            )
         self._sessions[worker].send(command)
 
     def assign(self, worker: WorkerId, request_id: RequestId, share: Share) -> None:

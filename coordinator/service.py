@@ -23,6 +23,7 @@ from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
 from coordinator.validate import RawRequest
 from kvrelay.requests import FinishReason
 from kvrelay.rpc.status import to_grpc_status
+from kvrelay.telemetry import calls
 from kvrelay.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 log = structlog.get_logger("coordinator.service")
@@ -47,10 +48,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining = context.time_remaining()
         deadline_at = None if remaining is None else times.accepted_at + remaining
         serving = self._serving
-        live = await serving.open(raw_request(request), times, deadline_at)
+        ids = calls.current() or calls.begin()
+        live = await serving.open(raw_request(request), times, deadline_at, ids.request_id)
         gone = functools.partial(self._gone, live)
         context.add_done_callback(gone)  # type: ignore[arg-type]  # the stubs want a class, the library any callable
         try:
+            await context.send_initial_metadata(ids.metadata)
             async with aclosing(self._stream(live, context)) as messages:
                 async for message in messages:
                     yield message
@@ -101,7 +104,8 @@ async def _say_why_cut(stream: StreamBuffer, context: Context) -> None:
     if stream.cut is not None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CUT_S):
-                await context.abort_with_status(to_grpc_status(stream.cut))
+                ids = calls.current()
+                await context.abort_with_status(to_grpc_status(stream.cut, ids.metadata if ids else ()))
 
 
 def raw_request(request: inference_pb2.GenerateRequest) -> RawRequest:

@@ -26,6 +26,7 @@ from coordinator.validate import Limits, RawRequest
 from kvrelay.blocks import BlockKey, KeyScope, block_keys
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.requests import RequestId
+from kvrelay.telemetry.calls import labelled
 from kvrelay.telemetry.tracing import traceparent_of
 
 TENANT = "default"
@@ -46,16 +47,19 @@ class Serving:
     def limits(self) -> Limits:
         return self.model.limits(self._roster.context_limit)
 
-    async def open(self, raw: RawRequest, times: Times, deadline_at: float | None = None) -> Live:
+    async def open(self, raw: RawRequest, times: Times, deadline_at: float | None = None, request_id: str = "") -> Live:
         """Takes a request in, or raises what is wrong with it. deadline_at: on the clock of times.accepted_at.
+
+        request_id: a new one that the door has told its client of already; empty: there is none yet.
 
         The caller calls `close` once, whatever happens.
         """
         limits = self.limits
         validate.check(raw, limits)
+        labelled(raw.client_request_id)
         self._dispatcher.check_room(raw.max_tokens != 1)
         prompt_ids, keys = await self._prompt(raw, limits)
-        facts = self._facts(raw, prompt_ids, keys, limits, deadline_at)
+        facts = self._facts(raw, prompt_ids, keys, limits, deadline_at, request_id)
         text, *more = output_texts(facts.n, self.model.codec.detokenizer, raw.stop, facts.stop.stop_token_ids)
         live = self._dispatcher.submit(facts, text, times, tuple(more))
         self._telling.started()
@@ -105,11 +109,12 @@ class Serving:
         keys: tuple[BlockKey, ...],
         limits: Limits,
         deadline_at: float | None,
+        request_id: str,
     ) -> RequestFacts:
         if deadline_at is not None and deadline_at <= time.monotonic():
             raise DeadlineExceeded("the deadline passed while the prompt was tokenized")
         return RequestFacts(
-            request_id=RequestId(uuid4().hex),
+            request_id=RequestId(request_id or uuid4().hex),
             prompt_ids=prompt_ids,
             sampling=validate.sampling_of(raw, secrets.randbits(64), limits),
             stop=validate.fit(raw, len(prompt_ids), limits),

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.constraints import Constraint
-from kvrelay.errors import InvalidArgument, NotFound
+from kvrelay.errors import InvalidArgument, NotFound, Resource
 from kvrelay.requests import Priority, Sampling, StopRule
+from kvrelay.telemetry.calls import MAX_LABEL_BYTES
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
@@ -23,7 +24,6 @@ GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing logits by it would leave nothing but infinities."""
 MAX_N = 16
 MAX_SALT_BYTES = 256
-MAX_LABEL_BYTES = 256
 
 
 Message = Mapping[str, Any]
@@ -133,7 +133,11 @@ def sampling_of(raw: RawRequest, drawn_seed: int, limits: Limits) -> Sampling:
 def check_model(model: str, limits: Limits) -> None:
     """Empty means the one model served."""
     if model and model != limits.model_id:
-        raise NotFound(f"model {model!r} is not served here; this is {limits.model_id!r}", field="model")
+        raise NotFound(
+            f"model {model!r} is not served here; this is {limits.model_id!r}",
+            field="model",
+            resource=Resource("model", model),
+        )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -18,19 +18,50 @@ KVRelayError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
+
+RETRY_S = 1.0
+"""When to try again, where nobody knows better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """What an error is about, as google.rpc.ResourceInfo says it. type: `model` or `worker`; name: as it was asked."""
+
+    type: str
+    name: str
 
 
 class KVRelayError(Exception):
-    """message is for people; field is the path of the offending field, empty if none."""
+    """message is for people; field is the path of the offending field, empty if none.
+
+    resource: what is not there. metadata: what a program may want to know of it, as a limit or a worker, by names.
+    """
 
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        retry_after_s: float | None = None,
+        resource: Resource | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        self.resource = resource
+        self.metadata: Mapping[str, str] = metadata or {}
+
+    @property
+    def retry_hint_s(self) -> float | None:
+        """When to try again, in seconds, as a caller is told it; None: it would not help."""
+        return RETRY_S if self.retry_after_s is None and self.retryable else self.retry_after_s
 
 
 class InvalidArgument(KVRelayError):

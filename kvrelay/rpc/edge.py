@@ -18,8 +18,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvrelay.errors import InvalidArgument, ResourceExhausted, Unavailable
-from kvrelay.rpc.status import as_error, to_grpc_status
+from kvrelay.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
+from kvrelay.rpc.status import as_error, to_grpc_status, with_ids
+from kvrelay.telemetry.calls import LABEL_HEADER, CallIds, begin
 
 OUR_METHODS = "/kvrelay."
 """Paths of our services begin so; health and reflection stay as their library made them."""
@@ -128,38 +129,33 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         door = self.doors.get(method)
         if door is not None and not self.draining and (refusal := door()) is not None:
-            return self._refusing(refusal)
+            return _refusing(refusal, begin(_label_of(handler_call_details)))
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(OUR_METHODS):
+        if handler is None:
+            return _unknown(method, begin(_label_of(handler_call_details)))
+        if not method.startswith(OUR_METHODS):
             return handler
-        return with_body(handler, self._guarded(handler), lenient=True)
+        return with_body(handler, self._guarded(handler, _label_of(handler_call_details)), lenient=True)
 
-    @staticmethod
-    def _refusing(refusal: ResourceExhausted) -> Handler:
-        """Takes the request as the bytes it is, and answers with the error."""
-
-        async def run(request: bytes, context: Context) -> None:
-            await context.abort_with_status(_status_of(refusal.message, refusal.retry_after_s))
-
-        return grpc.unary_stream_rpc_method_handler(run)
-
-    def _guarded(self, handler: Handler) -> Body:
-        body, streaming = body_of(handler), handler.request_streaming
+    def _guarded(self, handler: Handler, label: str) -> Body:
+        body = _reading(body_of(handler)) if handler.request_streaming else body_of(handler)
+        streaming, answers = handler.request_streaming, not handler.response_streaming
 
         async def run(request: Any, context: Context) -> Any:
             self.running += 1
             self._idle.clear()
+            ids = begin(label)
             try:
                 self._admit()
-                if not streaming:
-                    return await body(_parsed(request), context)
-                reading = cast(Context, _ReadingContext(context))
-                async with aclosing(cast(AsyncGenerator[Any, None], _each_parsed(request))) as messages:
-                    return await body(messages, reading)
+                ids.check()
+                answer = await body(request if streaming else _parsed(request), context)
+                if answers:  # a stream says its ids itself, with or before its first message
+                    await context.send_initial_metadata(ids.metadata)
+                return answer
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
-                await context.abort_with_status(to_grpc_status(as_error(error)))
+                await context.abort_with_status(to_grpc_status(as_error(error), ids.metadata))
             finally:
                 self.running -= 1
                 if not self.running:
@@ -172,7 +168,49 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             raise Unavailable("the server is shutting down", retry_after_s=1.0)
 
 
+def _label_of(details: grpc.HandlerCallDetails) -> str:
+    """The caller's label of a call; of several the first."""
+    for key, value in details.invocation_metadata or ():
+        if key == LABEL_HEADER and isinstance(value, str):
+            return value
+    return ""
+
+
+def _reading(body: Body) -> Body:
+    """The body of a method that reads a stream of requests."""
+
+    async def run(requests: Any, context: Context) -> Any:
+        reading = cast(Context, _ReadingContext(context))
+        async with aclosing(cast(AsyncGenerator[Any, None], _each_parsed(requests))) as messages:
+            return await body(messages, reading)
+
+    return run
+
+
+def _refusing(refusal: ResourceExhausted, ids: CallIds) -> Handler:
+    """Takes the request as the bytes it is, and answers with the error."""
+
+    async def run(request: bytes, context: Context) -> None:
+        metadata = tuple(refusal.metadata.items())
+        await context.abort_with_status(
+            with_ids(_status_of(refusal.message, refusal.retry_after_s, metadata), ids.metadata)
+        )
+
+    return grpc.unary_stream_rpc_method_handler(run)
+
+
+def _unknown(method: str, ids: CallIds) -> Handler:
+    """Refuses a call of what is not here, whatever it sends; the library would, but without details."""
+
+    async def run(requests: AsyncIterator[bytes], context: Context) -> None:
+        await context.abort_with_status(
+            to_grpc_status(Unimplemented(f"there is no method {method} here"), ids.metadata)
+        )
+
+    return grpc.stream_stream_rpc_method_handler(run)
+
+
 @lru_cache(maxsize=32)
-def _status_of(message: str, retry_after_s: float | None) -> grpc.Status:
+def _status_of(message: str, retry_after_s: float | None, metadata: tuple[tuple[str, str], ...]) -> grpc.Status:
     """Hundreds a second may be refused in the same words."""
-    return to_grpc_status(ResourceExhausted(message, retry_after_s=retry_after_s))
+    return to_grpc_status(ResourceExhausted(message, retry_after_s=retry_after_s, metadata=dict(metadata)))

@@ -19,6 +19,7 @@ from kvrelay.errors import KVRelayError
 from kvrelay.rpc.edge import Body, Context, Continuation, Handler, body_of, with_body
 from kvrelay.rpc.status import code_of
 from kvrelay.telemetry import names
+from kvrelay.telemetry.calls import current
 
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
 
@@ -48,6 +49,7 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
             # Attached in a coroutine of its own task, where nothing is yielded: detach meets the same context.
             token = otel_context.attach(trace.set_span_in_context(span))
             code = grpc.StatusCode.UNKNOWN
+            _identify(span)
             try:
                 answer = await body(request, context)
                 code = grpc.StatusCode.OK
@@ -69,6 +71,15 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
             kind=SpanKind.SERVER,
             attributes={names.RPC_SYSTEM: "grpc", names.RPC_SERVICE: service, names.RPC_METHOD: method},
         )
+
+
+def _identify(span: Span) -> None:
+    """Whose call it is, also of one that is refused at once."""
+    ids = current()
+    if ids is not None:
+        span.set_attribute(names.REQUEST_ID, ids.request_id)
+        if ids.label:
+            span.set_attribute(names.LABEL, ids.label)
 
 
 def _code_of(error: BaseException, context: Context) -> grpc.StatusCode:

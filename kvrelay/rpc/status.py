@@ -6,7 +6,9 @@ Unknown exceptions become Internal: their message stays in the log, the caller g
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any
@@ -16,8 +18,20 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from kvrelay import errors
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import KVRelayError, Resource
 
+Detail: TypeAlias = (
+    error_details_pb2.ErrorInfo
+    | error_details_pb2.BadRequest
+    | error_details_pb2.ResourceInfo
+    | error_details_pb2.RetryInfo
+)
+DETAILS: tuple[type[Detail], ...] = (
+    error_details_pb2.ErrorInfo,
+    error_details_pb2.BadRequest,
+    error_details_pb2.ResourceInfo,
+    error_details_pb2.RetryInfo,
+)
 DOMAIN = "kvrelay"
 """ErrorInfo.domain: the reason is then the name of a class of kvrelay.errors."""
 
@@ -69,7 +83,7 @@ def as_error(error: BaseException) -> KVRelayError:
 
 
 def to_status(error: KVRelayError) -> status_pb2.Status:
-    """A google.rpc.Status with ErrorInfo, a BadRequest when a field is named, RetryInfo when it may be retried."""
+    """A google.rpc.Status with what docs/errors.md promises: ErrorInfo always, the others where they say something."""
     number: int = code_of(error).value[0]
     status = status_pb2.Status(code=number, message=error.message)
     for detail in _details_of(error):
@@ -79,52 +93,71 @@ def to_status(error: KVRelayError) -> status_pb2.Status:
     return status
 
 
-def _details_of(
-    error: KVRelayError,
-) -> Iterator[error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
-    yield error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN)
+def _details_of(error: KVRelayError) -> Iterator[Detail]:
+    yield error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=error.metadata)
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         yield error_details_pb2.BadRequest(field_violations=[violation])
-    if error.retry_after_s is not None:
+    resource, retry_s = error.resource, error.retry_hint_s
+    if resource is not None:
+        yield error_details_pb2.ResourceInfo(
+            resource_type=resource.type, resource_name=resource.name, description=error.message
+        )
+    if retry_s is not None:
         delay = Duration()
-        delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
+        delay.FromNanoseconds(max(0, round(retry_s * 1e9)))
         yield error_details_pb2.RetryInfo(retry_delay=delay)
 
 
-def to_grpc_status(error: KVRelayError) -> grpc.Status:
-    """What `context.abort_with_status` takes."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a call ends that did not go well: a grpc.Status."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def to_grpc_status(error: KVRelayError, ids: Sequence[tuple[str, str]] = ()) -> grpc.Status:
+    """What `context.abort_with_status` takes, which forgets all trailing metadata but the status's own: hence ids."""
     status: grpc.Status = rpc_status.to_status(to_status(error))
-    return status
+    return with_ids(status, ids) if ids else status
+
+
+def with_ids(status: grpc.Status, ids: Sequence[tuple[str, str]]) -> grpc.Status:
+    """The same status with more trailing metadata."""
+    return cast(grpc.Status, Ending(status.code, status.details, (*status.trailing_metadata, *ids)))
 
 
 def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
-    """The error of ours that a failed call stands for: class by name or code, field and retry from the details."""
+    """The error of ours that a failed call stands for: class by name or code, the rest from the details."""
     call = error if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
     if call is None:
         return errors.Internal(f"the call failed without a status: {type(error).__name__}")
     code, message = call.code(), call.details() or ""
     kind, field, retry = ERROR_OF_CODE.get(code, errors.Internal), "", None
+    resource, metadata = None, {}
     for detail in _unpack(call):
-        if isinstance(detail, error_details_pb2.ErrorInfo) and detail.domain == DOMAIN:
-            kind = ERROR_OF_NAME.get(detail.reason, kind)
-        elif isinstance(detail, error_details_pb2.BadRequest) and detail.field_violations:
-            field = detail.field_violations[0].field
-        elif isinstance(detail, error_details_pb2.RetryInfo):
-            retry = detail.retry_delay.ToNanoseconds() / 1e9
-    return kind(message, field=field, retry_after_s=retry)
+        match detail:
+            case error_details_pb2.ErrorInfo() if detail.domain == DOMAIN:
+                kind, metadata = ERROR_OF_NAME.get(detail.reason, kind), dict(detail.metadata)
+            case error_details_pb2.BadRequest() if detail.field_violations:
+                field = detail.field_violations[0].field
+            case error_details_pb2.ResourceInfo():
+                resource = Resource(detail.resource_type, detail.resource_name)
+            case error_details_pb2.RetryInfo():
+                retry = detail.retry_delay.ToNanoseconds() / 1e9
+    return kind(message, field=field, retry_after_s=retry, resource=resource, metadata=metadata)
 
 
-def _unpack(
-    call: grpc.Call | grpc.aio.AioRpcError,
-) -> Iterator[error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
+def _unpack(call: grpc.Call | grpc.aio.AioRpcError) -> Iterator[Detail]:
     """The details we understand; a status that is broken or contradicts its call has none."""
     try:
         status = rpc_status.from_call(call)
     except (ValueError, DecodeError):
         return
     for packed in status.details if status is not None else ():
-        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+        for kind in DETAILS:
             detail = kind()
             if packed.Is(kind.DESCRIPTOR) and packed.Unpack(detail):
                 yield detail

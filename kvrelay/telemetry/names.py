@@ -39,6 +39,8 @@ ERROR_TYPE = "error.type"
 
 # Ours
 REQUEST_ID = "kvrelay.request.id"
+LABEL = "kvrelay.request.label"
+"""The caller's own: x-request-id, or the one in the request."""
 OUTCOME = "kvrelay.request.outcome"
 TTFT_S = "kvrelay.request.ttft_s"
 MIGRATIONS = "kvrelay.request.migrations"

@@ -271,6 +271,6 @@ def test_a_worker_that_answers_another_kind_of_reserve_loses_the_attempt(
 
 
 def test_an_error_name_that_we_do_not_know_is_internal() -> None:
-    assert type(ev.error_named("LayoutMismatch", "m")) is errors.LayoutMismatch
-    assert type(ev.error_named("Strange", "m")) is errors.Internal
-    assert type(ev.error_named("annotations", "m")) is errors.Internal
+    assert type(ev.error_named("LayoutMismatch", "m", worker=D)) is errors.LayoutMismatch
+    assert type(ev.error_named("Strange", "m", worker=D)) is errors.Internal
+    assert type(ev.error_named("annotations", "m", worker=D)) is errors.Internal

@@ -40,7 +40,22 @@ def test_an_error_comes_back_with_its_class_field_and_retry_time(kind):
     assert type(back) is kind
     assert (back.message, back.field, back.retry_after_s) == ("no room for ü", "a.b[0]", 1.25)
     bare = status.from_rpc_error(as_received(kind("plain")))
-    assert (type(bare), bare.message, bare.field, bare.retry_after_s) == (kind, "plain", "", None)
+    hint = errors.RETRY_S if kind.retryable else None
+    assert (type(bare), bare.message, bare.field, bare.retry_after_s) == (kind, "plain", "", hint)
+
+
+def test_what_is_not_there_and_what_a_program_may_want_to_know_come_back():
+    model = errors.Resource("model", "other")
+    back = status.from_rpc_error(as_received(errors.NotFound("no model", field="model", resource=model)))
+    assert (back.field, back.resource, back.metadata) == ("model", model, {})
+    back = status.from_rpc_error(as_received(errors.Aborted("lost", metadata={"worker": "decode-0"})))
+    assert (back.resource, back.metadata) == (None, {"worker": "decode-0"})
+
+
+def test_more_trailing_metadata_leaves_the_details_as_they_are():
+    sent = status.to_grpc_status(errors.NotFound("x"), (("x-request-id", "mine"),))
+    assert [key for key, _ in sent.trailing_metadata] == ["grpc-status-details-bin", "x-request-id"]
+    assert (sent.code, sent.details) == (grpc.StatusCode.NOT_FOUND, "x")
 
 
 def test_a_status_carries_the_details_that_other_clients_read():
