@@ -23,7 +23,10 @@ NAN, INF = float("nan"), float("inf")
         ({"token_ids": ()}, "tokens.ids"),
         ({"token_ids": None, "text": ""}, "text"),
         ({"token_ids": None, "chat": ()}, "chat.messages"),
-        ({"token_ids": None, "chat": (("user", "x"), ("", "y"))}, "chat.messages[1].role"),
+        (
+            {"token_ids": None, "chat": ({"role": "user", "content": "x"}, {"role": "", "content": "y"})},
+            "chat.messages[1].role",
+        ),
         ({"token_ids": (0, 1, 2, -1)}, "tokens.ids[3]"),
         ({"token_ids": (258,)}, "tokens.ids[0]"),
         ({"token_ids": (0, 2**31)}, "tokens.ids[1]"),
@@ -68,7 +71,7 @@ def test_a_bad_field_is_refused_by_name(changes: dict[str, Any], field: str) -> 
         {"top_k": 10**7},
         {"stop": ("é" * 128,) * 16},
         {"n": 1},
-        {"token_ids": None, "chat": (("user", ""),)},
+        {"token_ids": None, "chat": ({"role": "user", "content": ""},)},
         {"token_ids": (0, 257)},
     ],
 )
