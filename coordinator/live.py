@@ -70,7 +70,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Live:
-    """order: place in the queue, kept when the request comes back to it. lost: earlier attempts, oldest first.
+    """order: place in the queue among its class, kept when it comes back to it. lost: earlier attempts, oldest first.
 
     sequence: which of the n sequences this is. more_texts: of the sequences after the first, until the fork; children:
     the n sequences, from then on; parent: whose they are. cached_tokens: prompt tokens that the attempt which brought
@@ -142,6 +142,7 @@ class Live:
             avoid=self.lost[-1].to_avoid() if self.lost else (),
             keys=self.facts.keys,
             num_sequences=self.facts.n,
+            priority=self.facts.priority,
         )
 
     def anew(self, loss: Loss | None, now: float) -> None:

@@ -28,14 +28,6 @@ TICKET_BUDGETS = 2
 
 A request may wait behind as many tokens more as are cached there of its own: sent elsewhere, it would compute them.
 """
-PASS_S = 2.0
-"""How long smaller requests may pass a blocked head of the queue."""
-BLOCK_TOKENS = 16
-"""What each further sequence of a prompt counts when the sizes of requests are compared."""
-LOOK_AHEAD = 64
-"""How many requests behind a blocked head are looked at."""
-LOOKS_INTO_CACHES = 8
-"""How many of them with keys: who caches a prompt of 16,000 tokens is found in 0.1 ms, for every report of a worker."""
 MOVED_SHARE = 1 / 16
 """Cost of moving a token's KV against computing it: far less time on every machine measured, and most of it passes
 while later tokens are computed; but a copy on another worker takes room there from prefixes that others want."""
@@ -44,7 +36,8 @@ SEQUENCE_TOKENS = 8
 less elsewhere is worth moving 128 tokens, about a turn of a conversation."""
 AHEAD = 4
 """One sequence more for so many rows of a decode worker is placed there before a row is free: a row would stand empty
-from the end of one sequence until the next one's prompt is computed and has landed."""
+from the end of one sequence until the next one's prompt is computed and has landed. Nobody goes behind others where a
+row is free elsewhere."""
 POOL_TOKENS = 64
 """Cost of a pool in full use, where sequences are preempted: that of eight sequences."""
 
@@ -103,58 +96,16 @@ def route(snapshot: Snapshot, want: Want, rules: Rules = DEFAULT_RULES) -> Route
     return look.routed(prefill, decode) if decode is not None or not want.needs_decode else None
 
 
-def next_to_place(
-    queue: Sequence[Want], snapshot: Snapshot, now: float, rules: Rules = DEFAULT_RULES
-) -> tuple[int, Routed] | None:
-    """Position in the queue and placement of the request to place next, None when nobody can be placed now.
-
-    First come, first served; past a head that has been blocked for less than PASS_S, smaller requests may go. Later
-    only those may that take nothing from it: no worker of a role that it waits for.
-    """
-    head: Want | None = None
-    lacks: frozenset[Role] = frozenset()
-    looks = 0
-    for position, want in enumerate(queue[:LOOK_AHEAD]):
-        if want.not_before > now or (head is not None and not _may_pass(want, head, lacks, rules)):
-            continue
-        if head is not None and want.keys:
-            looks += 1
-            if looks > LOOKS_INTO_CACHES:
-                continue
-        routed = route(snapshot, want, rules)
-        if routed is not None and not routed.roles & lacks:
-            return position, routed
-        if head is None:
-            head = want
-            if want.blocked_since is not None and now - want.blocked_since >= PASS_S:
-                lacks = _lacks(snapshot, want, rules)
-    return None
-
-
-def _may_pass(want: Want, head: Want, lacks: frozenset[Role], rules: Rules) -> bool:
-    """Whether there is any sense in looking for a placement. lacks: empty while smaller requests may go."""
-    if not lacks:
-        return _size(want) < _size(head)
-    return not (
-        (Role.DECODE in lacks and want.needs_decode) or (Role.PREFILL in lacks and rules.local_prefill_below == 0)
-    )
-
-
-def _size(want: Want) -> int:
-    """In tokens; each further sequence takes a block of its own."""
-    return want.num_tokens + BLOCK_TOKENS * (want.num_sequences - 1)
-
-
-def _lacks(snapshot: Snapshot, want: Want, rules: Rules) -> frozenset[Role]:
+def lacks(snapshot: Snapshot, want: Want, rules: Rules) -> frozenset[Role]:
     """The roles of which no worker has room for a request that cannot be placed."""
     look = _Look(want, rules.policy, snapshot.serial, _depths(snapshot, want, rules))
     prefills, decodes = _with_room(snapshot, want)
     alone = _is_alone(snapshot)
     on_decode = want.needs_decode or alone
-    lacks = {Role.DECODE} if on_decode and look.best_decode(decodes) is None else set()
+    roles = {Role.DECODE} if on_decode and look.best_decode(decodes) is None else set()
     if not alone and look.best_prefill(prefills) is None:
-        lacks.add(Role.PREFILL)
-    return frozenset(lacks)
+        roles.add(Role.PREFILL)
+    return frozenset(roles)
 
 
 def _is_alone(snapshot: Snapshot) -> bool:
@@ -165,9 +116,7 @@ def _is_alone(snapshot: Snapshot) -> bool:
 def _with_room(snapshot: Snapshot, want: Want) -> tuple[list[PrefillView], list[DecodeView]]:
     """Those that may have room, before anybody has looked into caches."""
     prefills = [v for v in _large_enough(snapshot.prefill, want.num_tokens) if _may_take(v, want)]
-    decodes = _large_enough(snapshot.decode, want.last_slots)
-    free = [v for v in decodes if _takes_more(v, want, ahead=False)]
-    return prefills, free or [v for v in decodes if _takes_more(v, want, ahead=True)]
+    return prefills, [v for v in _large_enough(snapshot.decode, want.last_slots) if _takes_more(v, want)]
 
 
 Order = tuple[bool | float | int | str, ...]
@@ -195,10 +144,12 @@ class _Look:
 
     def best_local(self, views: Sequence[DecodeView], below: int, queue: int | None) -> DecodeView | None:
         """Of the workers that would have to compute fewer tokens than `below`, and to do so not behind more tokens than
-        at prefill (queue: see there); one that has it done in a step is soon enough anyhow."""
+        at prefill (queue: see there), nor behind sequences whose rows it needs; one that has it done in a step is soon
+        enough anyhow."""
         few = [view for view in views if self.uncached(view) < below and self._has_blocks(view)]
         if queue is not None:
             few = [v for v in few if v.queued_tokens + self.uncached(v) <= max(queue, v.step_tokens)]
+            few = [v for v in few if not _turns(v, self.want)]
         return min(few, key=self._local_order, default=None)
 
     def shortest_queue(self, views: Sequence[PrefillView]) -> int | None:
@@ -246,14 +197,15 @@ class _Look:
             cost = (MOVED_SHARE * self.uncached(view) + _load(view), view.filled)
         else:
             cost = (view.sequences, -view.free_blocks) if self.policy == "least_loaded" else self._draw(view)
-        return (view.worker_id in self.want.avoid, *cost, view.last_assigned, view.worker_id)
+        turns = _turns(view, self.want)
+        return (view.worker_id in self.want.avoid, turns, *cost, view.last_assigned, view.worker_id)
 
     def _local_order(self, view: DecodeView) -> Order:
         """Nothing is moved, and a prompt waits for those that came before it."""
         if self.policy != "cache_aware":
             return self._decode_order(view)
-        cost = view.queued_tokens + self.uncached(view) + _load(view)
-        return (view.worker_id in self.want.avoid, cost, view.filled, view.last_assigned, view.worker_id)
+        turns, cost = _turns(view, self.want), view.queued_tokens + self.uncached(view) + _load(view)
+        return (view.worker_id in self.want.avoid, turns, cost, view.filled, view.last_assigned, view.worker_id)
 
     def _draw(self, view: PrefillView | DecodeView) -> Order:
         """Nothing for round_robin, which is left to last_assigned."""
@@ -285,10 +237,15 @@ def _may_take(view: PrefillView, want: Want) -> bool:
     return view.usable and (view.ticketed_tokens == 0 or view.ticketed_tokens < budget)
 
 
-def _takes_more(view: DecodeView, want: Want, ahead: bool) -> bool:
-    rows = view.max_sequences + (max(1, view.max_sequences // AHEAD) if ahead else 0)
+def _takes_more(view: DecodeView, want: Want) -> bool:
+    rows = view.max_sequences + max(1, view.max_sequences // AHEAD)
     room = view.sequences + want.num_sequences <= rows and view.free_blocks > 0
     return view.usable and (view.sequences == 0 or room)
+
+
+def _turns(view: DecodeView, want: Want) -> float:
+    """How many times all its rows must become free until each of these sequences has one: 0 if they are free now."""
+    return max(0, view.sequences + want.num_sequences - view.max_sequences) / view.max_sequences
 
 
 V = TypeVar("V", PrefillView, DecodeView)

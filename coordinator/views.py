@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.blocks import BlockKey
-from kvrelay.requests import WorkerId
+from kvrelay.requests import Priority, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Want:
     avoid: tuple[WorkerId, ...] = ()
     keys: tuple[BlockKey, ...] = ()
     num_sequences: int = 1
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

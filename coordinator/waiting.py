@@ -1,49 +1,86 @@
-"""The requests that wait for a placement, in the order they came. Knows the router, no workers and no I/O."""
+"""The requests that wait for a placement, and who of them goes first. Knows the router, no workers and no I/O."""
 
 from __future__ import annotations
 
-from bisect import insort
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import chain, islice
+from operator import attrgetter
+from typing import NamedTuple
 
 from coordinator.live import Live
-from coordinator.router import LOOK_AHEAD, Routed, Rules, next_to_place
+from coordinator.passing import LOOK_AHEAD, next_to_place
+from coordinator.router import Routed, Rules
 from coordinator.views import Snapshot
+from kvrelay.requests import Priority
+
+AGE_S = 10.0
+"""Waiting so long counts as much as a class of priority: later requests of the next class go first if they come before
+so long has passed, those of the class above it for twice as long, and then nobody does."""
+
+
+class _Entry(NamedTuple):
+    """order: place among those of its class. since: when it would have had to come to wait where it does without
+    classes, on the loop's clock; smaller ones go first. Within a class it never falls."""
+
+    order: int
+    since: float
+    live: Live
 
 
 class WaitingLine:
-    """A request that comes back (no room after all) takes its old place."""
+    """Who came first goes first, where a class of priority counts as much as AGE_S of waiting.
+
+    A request that comes back (no room after all, or its worker was lost) takes its old place in its class. Towards
+    other classes only that time counts which it has waited now, or which those have that it goes before.
+    """
 
     def __init__(self, rules: Rules) -> None:
-        self._line: list[tuple[int, Live]] = []
+        self._lines: dict[Priority, list[_Entry]] = {priority: [] for priority in Priority}
         self._rules = rules
 
     def __len__(self) -> int:
-        return len(self._line)
+        return sum(map(len, self._lines.values()))
 
     def lives(self) -> list[Live]:
-        return [live for _, live in self._line]
+        return [entry.live for entry in self._in_order()]
 
     def add(self, live: Live) -> None:
         live.blocked_since = None
-        insort(self._line, (live.order, live))
+        line = self._lines[live.facts.priority]
+        at = bisect_left(line, live.order, key=attrgetter("order"))
+        since = live.attempt.queued_at - AGE_S * live.facts.priority
+        if at < len(line):
+            since = min(since, line[at].since)
+        if at:
+            since = max(since, line[at - 1].since)
+        line.insert(at, _Entry(live.order, since, live))
 
     def remove(self, live: Live) -> None:
         """Nothing happens if it does not wait."""
-        if self._line:
-            self._line = [entry for entry in self._line if entry[1] is not live]
+        line = self._lines[live.facts.priority]
+        line[:] = [entry for entry in line if entry.live is not live]
 
     def take(self, snapshot: Snapshot, now: float) -> tuple[Live, Routed] | None:
         """Removes and returns the request to place next, with its placement; None when nobody can be placed now."""
-        wants = [live.want() for _, live in self._line[:LOOK_AHEAD]]
-        found = next_to_place(wants, snapshot, now, self._rules)
+        first = [entry.live for entry in islice(self._in_order(), LOOK_AHEAD)]
+        found = next_to_place([live.want() for live in first], snapshot, now, self._rules)
         if found is None or found[0]:
             self._mark_blocked(now)
         if found is None:
             return None
         position, routed = found
-        return self._line.pop(position)[1], routed
+        self.remove(first[position])
+        return first[position], routed
+
+    def _in_order(self) -> Iterable[_Entry]:
+        """All classes, who goes first first."""
+        lines = [line for line in self._lines.values() if line]
+        return heapq.merge(*lines, key=attrgetter("since", "order")) if len(lines) > 1 else chain(*lines)
 
     def _mark_blocked(self, now: float) -> None:
         """The first request that could go but for lack of room; how long it may be passed is counted from here."""
-        head = next((live for _, live in self._line if live.not_before <= now), None)
+        head = next((entry.live for entry in self._in_order() if entry.live.not_before <= now), None)
         if head is not None and head.blocked_since is None:
             head.blocked_since = now

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from coordinator.events import Placement
-from coordinator.router import LOOK_AHEAD, LOOKS_INTO_CACHES, PASS_S, Rules, next_to_place, route
+from coordinator.passing import LOOK_AHEAD, LOOKS_INTO_CACHES, PASS_S, next_to_place
+from coordinator.router import Rules, route
 from coordinator.views import DecodeView, PrefillView, Share, Snapshot, Want
 from kvrelay.blocks import BlockKey
 from kvrelay.config import ROUTERS
-from kvrelay.requests import WorkerId
+from kvrelay.requests import Priority, WorkerId
 
 
 def p(name: str, queued: int = 0, usable: bool = True, last: int = 0) -> PrefillView:
@@ -118,14 +119,53 @@ def test_decode_must_have_the_blocks_unless_it_is_empty() -> None:
     assert place(Snapshot(prefill, (d("d0", 1, 2),)), Want(31)) == placed("p0", "d0")
     assert place(Snapshot(prefill, (d("d0", 1, 2),)), Want(32)) is None
     assert place(Snapshot(prefill, (d("d0", 0, 2),)), Want(32)) == placed("p0", "d0")
-    assert place(Snapshot(prefill, (d("d0", 8, 90),)), Want(32)) is None
+    assert place(Snapshot(prefill, (d("d0", 8, 90),)), Want(32)) == placed("p0", "d0")
+    assert place(Snapshot(prefill, (d("d0", 8, 2),)), Want(32)) is None
+    assert place(Snapshot(prefill, (d("d0", 10, 90),)), Want(32)) is None
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 2), (3, 4), (4, 5), (8, 10), (11, 13), (256, 320)])
+def test_a_worker_without_a_free_row_gets_a_quarter_of_its_rows_more_and_at_least_one(rows: int, most: int) -> None:
+    for taken, found in ((rows - 1, True), (rows, True), (most - 1, True), (most, False), (most + 1, False)):
+        full = replace(d("d0", taken), max_sequences=rows)
+        empty = taken == 0
+        assert (place(Snapshot((p("p0"),), (full,)), Want(5)) == placed("p0", "d0")) is (found or empty)
+        assert (place(Snapshot((), (full,)), Want(5)) == placed(None, "d0")) is (found or empty)
+
+
+@pytest.mark.parametrize("policy", ROUTERS)
+def test_nobody_goes_behind_others_where_a_row_is_free_elsewhere(policy: str) -> None:
+    """Whatever else speaks against the worker that has it: load, an emptier pool, a cached prompt."""
+    cached = Cached(WorkerId("d0"))
+    for serial in range(20):
+        busy = replace(d("d1", 15, 40, last=9), max_sequences=16)
+        for prefill in ((p("p0"),), ()):
+            snapshot = Snapshot(prefill, (d("d0", 8), busy), cached, serial)
+            found = place(snapshot, Want(64, keys=(BlockKey(b"k"),)), Rules(policy))
+            assert found is not None
+            assert found.decode == "d1"
+
+
+def test_without_a_free_row_one_is_taken_where_the_next_is_free_soonest() -> None:
+    few, many = replace(d("d0", 2), max_sequences=2), replace(d("d1", 64, 30), max_sequences=64)
+    assert place(Snapshot((p("p0"),), (few, many)), Want(5)) == placed("p0", "d1")
+    even, behind = d("d0", 8, last=9), d("d1", 9)
+    assert place(Snapshot((p("p0"),), (even, behind)), Want(5)) == placed("p0", "d0")
+
+
+def test_a_free_row_without_the_blocks_keeps_nobody_from_a_worker_that_has_them() -> None:
+    assert place(Snapshot((p("p0"),), (d("d0", 1, 2), d("d1", 8, 90))), Want(100)) == placed("p0", "d1")
 
 
 def test_each_further_sequence_needs_a_place_and_a_block_of_its_own() -> None:
     prefill = (p("p0"),)
     assert place(Snapshot(prefill, (d("d0", 4, 5),)), Want(31, num_sequences=4)) == placed("p0", "d0")
     assert place(Snapshot(prefill, (d("d0", 4, 4),)), Want(31, num_sequences=4)) is None
-    assert place(Snapshot(prefill, (d("d0", 5, 90),)), Want(31, num_sequences=4)) is None
+    assert place(Snapshot(prefill, (d("d0", 6, 90),)), Want(31, num_sequences=4)) == placed("p0", "d0")
+    assert place(Snapshot(prefill, (d("d0", 7, 90),)), Want(31, num_sequences=4)) is None
+    for taken, found in (((4, 5), "d0"), ((5, 4), "d1"), ((5, 6), "d0"), ((6, 5), "d1")):
+        workers = tuple(d(f"d{at}", sequences) for at, sequences in enumerate(taken))
+        assert place(Snapshot(prefill, workers), Want(31, num_sequences=4)) == placed("p0", found)
     assert place(Snapshot(prefill, (d("d0", 0, 2),)), Want(31, num_sequences=99)) == placed("p0", "d0")
 
 
@@ -141,9 +181,14 @@ def test_short_prompts_go_to_decode_alone_below_the_limit(policy: str) -> None:
     assert place(snapshot, Want(9, needs_decode=False), rules) == placed("p0", None)
 
 
-def test_a_short_prompt_goes_to_prefill_when_decode_has_no_room_and_waits_when_nobody_has() -> None:
+def test_a_short_prompt_goes_to_prefill_when_decode_has_no_free_row_and_waits_when_nobody_has_room() -> None:
+    """Prefill computes it while it waits for a row; decode would begin with it then."""
     rules = Rules(local_prefill_below=10)
-    assert place(Snapshot((p("p0"),), (d("d0", 8),)), Want(9), rules) is None
+    assert place(Snapshot((p("p0"),), (d("d0", 7),)), Want(9), rules) == placed(None, "d0")
+    assert place(Snapshot((p("p0"),), (d("d0", 8),)), Want(9), rules) == placed("p0", "d0")
+    assert place(Snapshot((p("p0"),), (d("d0", 8), d("d1", 7))), Want(9), rules) == placed(None, "d1")
+    assert place(Snapshot((p("p0", 1024),), (d("d0", 8),)), Want(9), rules) is None
+    assert place(Snapshot((p("p0"),), (d("d0", 10),)), Want(9), rules) is None
     assert place(Snapshot((p("p0", 1024),), (d("d0"),)), Want(9), rules) == placed(None, "d0")
     assert place(Snapshot((p("p0", 1024),), (d("d0"),)), Want(10), rules) is None
 
@@ -153,7 +198,7 @@ def test_without_a_prefill_worker_decode_computes_every_prompt(policy: str) -> N
     decode, rules = (d("d0"),), Rules(policy)
     assert place(Snapshot((), decode), Want(5000), rules) == placed(None, "d0")
     assert place(Snapshot((), decode), Want(5000, needs_decode=False), rules) == placed(None, "d0")
-    assert place(Snapshot((), (d("d0", 8),)), Want(5000, needs_decode=False), rules) is None
+    assert place(Snapshot((), (d("d0", 10),)), Want(5000, needs_decode=False), rules) is None
 
 
 def test_decode_computes_prompts_when_every_prefill_worker_leaves_but_not_when_one_is_silent() -> None:
@@ -226,6 +271,25 @@ def test_past_a_head_that_waits_for_long_go_those_that_take_no_worker_of_the_rol
     assert next_placed([long, Want(300)], busy, late, local) is None
 
 
+BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
+
+
+def test_past_a_blocked_head_a_lower_class_goes_only_if_it_takes_nothing_from_it() -> None:
+    snapshot, local = Snapshot((p("p0", 1000),), (d("d0", 1, 100),)), Rules(local_prefill_below=256)
+    head = Want(500, blocked_since=10.0, priority=INTERACTIVE)
+    assert next_placed([head, Want(24, priority=BATCH), Want(24)], snapshot, 10.0) is None
+    assert next_placed([head, Want(24), Want(23, priority=INTERACTIVE)], snapshot, 10.0) == (2, placed("p0", "d0"))
+    assert next_placed([head, Want(24, priority=BATCH)], snapshot, 10.0, local) == (1, placed(None, "d0"))
+    old = replace(head, priority=BATCH)
+    assert next_placed([old, Want(24, priority=INTERACTIVE)], snapshot, 10.0) == (1, placed("p0", "d0"))
+    assert next_placed([old, Want(24, priority=INTERACTIVE)], snapshot, 10.0 + PASS_S) is None
+
+
+def test_a_head_that_is_not_blocked_keeps_nobody() -> None:
+    queue = [Want(500, not_before=11.0, priority=INTERACTIVE), Want(24, priority=BATCH)]
+    assert next_placed(queue, Snapshot((p("p0"),), (d("d0"),)), 10.0) == (1, placed("p0", "d0"))
+
+
 def test_past_a_blocked_head_few_are_looked_for_in_caches() -> None:
     """A walk for each of those that wait, with every report of a worker, would stand in the way of all streams."""
     index = Counting()
@@ -240,9 +304,9 @@ def test_past_a_blocked_head_few_are_looked_for_in_caches() -> None:
 
 def test_many_sequences_of_a_short_prompt_are_no_small_request() -> None:
     snapshot = Snapshot((p("p0"),), (d("d0", 1, 10),))
-    many = Want(5, num_sequences=8)
+    many = Want(5, num_sequences=10)
     assert next_placed([many, Want(6), Want(200)], snapshot, 0.0) == (1, placed("p0", "d0"))
-    assert next_placed([Want(117, num_sequences=1), many], Snapshot((p("p0", 2000),), (d("d0"),)), 0.0) is None
+    assert next_placed([Want(149), many], Snapshot((p("p0", 2000),), (d("d0"),)), 0.0) is None
 
 
 def test_a_request_that_waits_to_be_tried_again_is_skipped_and_blocks_nobody() -> None:
@@ -260,7 +324,7 @@ def test_a_pool_that_could_never_hold_a_request_is_passed_over_while_there_is_a_
     assert place(snapshot, Want(64, last_slots=65)) == placed("p0", "d1")
     assert place(snapshot, Want(65, last_slots=80)) == placed("p1", "d1")
     assert place(Snapshot((small_p,), (small_d,)), Want(65, last_slots=80)) == placed("p0", "d0")
-    full = DecodeView(WorkerId("d1"), "d1:1", 8, 8, 8, 8)
+    full = DecodeView(WorkerId("d1"), "d1:1", 10, 8, 8, 8)
     assert place(Snapshot((small_p,), (small_d, full)), Want(20, last_slots=65)) is None
 
 
@@ -275,9 +339,19 @@ class Counting:
         return {}
 
 
+@dataclass(frozen=True)
+class Cached:
+    """An index in which one worker caches everything."""
+
+    worker: WorkerId
+
+    def depths(self, keys: Sequence[BlockKey]) -> Mapping[WorkerId, int]:
+        return {self.worker: len(keys)}
+
+
 def test_caches_are_looked_at_once_a_request_and_only_if_somebody_may_have_room() -> None:
     index, keys = Counting(), (BlockKey(b"k"),)
-    for prefill, decode in ((p("p0", 1043), d("d0")), (p("p0"), d("d0", 8)), (p("p0"), d("d0", usable=False))):
+    for prefill, decode in ((p("p0", 1043), d("d0")), (p("p0"), d("d0", 10)), (p("p0"), d("d0", usable=False))):
         assert route(Snapshot((prefill,), (decode,), index), Want(20, keys=keys)) is None
     assert index.asked == 0
     assert route(Snapshot((p("p0"), p("p1")), (d("d0"), d("d1")), index), Want(20, keys=keys)) is not None
