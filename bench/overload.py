@@ -160,9 +160,10 @@ def cases_of(arguments: argparse.Namespace) -> list[list[int]]:
 def hash_answers(prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """What one process gives for each prompt, without any split."""
     from engine.block_pool import BlockPool
+    from engine.budgets import Budgets
     from engine.hash_executor import HashExecutor
     from engine.local import LocalEngine
-    from engine.scheduler import Budgets, Scheduler
+    from engine.scheduler import Scheduler
     from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB
     from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.plan import Result
 from engine.prefix_cache import Entry
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.blocks import KeyScope, block_keys
 from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 

@@ -14,7 +14,8 @@ import statistics
 import time
 
 from engine.block_pool import BlockPool
-from engine.scheduler import Budgets, Scheduler
+from engine.budgets import Budgets
+from engine.scheduler import Scheduler
 from engine.torch_executor import TorchExecutor, TorchOptions
 from kvrelay.models.catalog import resolve
 from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule

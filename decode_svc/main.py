@@ -10,8 +10,9 @@ from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
 from decode_svc.service import DecodeService
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.executor import Executor
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from engine.swap_space import PreemptCosts
 from kvrelay.config import WorkerConfig
 from kvrelay.errors import KVRelayError

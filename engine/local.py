@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.events import Event, Sampled
+from engine.events import Event, Failed, Sampled
 from engine.executor import Executor
 from engine.scheduler import Scheduler
+from kvrelay.errors import InvalidArgument
 from kvrelay.requests import SequenceKey, SequenceSpec
 
 
@@ -34,13 +35,18 @@ class LocalEngine:
         return self.scheduler.apply(plan, result)
 
     def stream(self, specs: Iterable[SequenceSpec]) -> Iterator[Event]:
-        """Add the sequences and yield events until nothing is left to do."""
+        """Add the sequences and yield events until nothing is left to do.
+
+        InvalidArgument: a sequence's grammar allows no token that is known. The others stay, and go on when asked to.
+        """
         for spec in specs:
             self.add(spec)
         while self.scheduler.has_work:
             events = self.step()
             assert events or not self.scheduler.has_work, "nothing can run and nothing will change that"
             yield from events
+            for failed in (event for event in events if isinstance(event, Failed)):
+                raise InvalidArgument(failed.message)
 
     def generate(self, specs: Iterable[SequenceSpec]) -> dict[SequenceKey, tuple[int, ...]]:
         """The tokens sampled for these sequences, and for any added before, all in one batch until all have ended."""

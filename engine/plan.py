@@ -97,3 +97,7 @@ class Result:
     phases: Phases | None = field(default=None, compare=False)
     logprobs: tuple[Logprobs | None, ...] = ()
     failures: tuple[tuple[int, str], ...] = ()
+
+    def failure(self, position: int) -> str | None:
+        """Why the draw at this position of token_ids could not be made, or None."""
+        return dict(self.failures).get(position)

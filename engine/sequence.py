@@ -1,11 +1,16 @@
-"""A sequence as the scheduler keeps it: known tokens, how many of them are computed, and where their KV lies."""
+"""A sequence as the scheduler keeps it: known tokens, how many of them are computed, and where their KV lies.
+
+Knows what its rows of a step are, not which step they go into.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
+from engine.plan import Past, SequenceSlice
 from engine.prefix_cache import Entry
-from kvrelay.blocks import BlockKey, KeyChain
+from kvrelay.blocks import BlockKey, BlockTable, KeyChain
 from kvrelay.requests import SequenceSpec
 
 
@@ -34,6 +39,7 @@ class SequenceState:
         "num_computed",
         "num_published",
         "parent",
+        "past_until",
         "planned",
         "preemptions",
         "promised",
@@ -77,6 +83,8 @@ class SequenceState:
         self.shared_tail = False
         """Its last block may belong to others too: to be copied before anything is written to it."""
         self.swapped: Swapped | None = None
+        self.past_until = sys.maxsize if spec.sampling.looks_back else spec.stop.min_tokens
+        """Draws of output indexes below it depend on what is known, or on what is banned."""
 
     @property
     def num_uncomputed(self) -> int:
@@ -91,6 +99,28 @@ class SequenceState:
     def max_slots(self) -> int:
         """Token slots it can ever use: the last token sampled is never computed."""
         return self.spec.num_prompt_tokens + self.spec.stop.max_tokens - 1
+
+    def rows(self, num_tokens: int, block_size: int) -> SequenceSlice:
+        """Of its first num_tokens uncomputed tokens, whose blocks it has. It samples if they are all of them."""
+        start = self.num_computed
+        end = start + num_tokens
+        known = self.known
+        spec = self.spec
+        token_ids = (known[start],) if num_tokens == 1 else tuple(known[start:end])
+        table = BlockTable(0, block_size, self.block_ids, end)
+        index = len(known) - spec.num_prompt_tokens
+        if end != len(known):
+            return SequenceSlice(spec.key, token_ids, start, table, False, index, spec.sampling)
+        forks = tuple([spec.sampling.of_sequence(i) for i in range(1, spec.n)]) if spec.n > 1 else ()
+        past = self._past(index) if index < self.past_until else None
+        return SequenceSlice(spec.key, token_ids, start, table, True, index, spec.sampling, forks, past)
+
+    def _past(self, index: int) -> Past:
+        spec = self.spec
+        banned = spec.stop.banned(index)
+        return (
+            Past(tuple(self.known), spec.num_prompt_tokens, banned) if spec.sampling.looks_back else Past(banned=banned)
+        )
 
     def fork(
         self, spec: SequenceSpec, arrival: int, block_ids: tuple[int, ...], slots: int, token_id: int

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.executor import Executor
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.config import WorkerConfig
 from kvrelay.errors import KVRelayError
 from kvrelay.link import LinkHello, LinkWelcome

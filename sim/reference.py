@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from coordinator.output import output_texts
 from coordinator.text import ByteCodec
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB
 from kvrelay.requests import FinishReason, RequestId, SequenceKey, SequenceSpec, SessionId
 from sim.coordinator_node import Ask

@@ -8,8 +8,9 @@ from functools import partial
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
 from decode_svc.main import RECOMPUTE_SHARE
+from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from engine.swap_space import PreemptCosts
 from kvrelay.link import LEASE_S
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity

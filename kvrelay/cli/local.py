@@ -15,10 +15,11 @@ from coordinator.output import OutputText, output_texts
 from coordinator.text import ByteCodec, HuggingFaceCodec, TextCodec
 from coordinator.validate import Limits, RawRequest, check, fit, sampling_of
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Sampled
 from engine.executor import Executor
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.cli.ask import Ask, Listener
 from kvrelay.client import Choice, GenerateOptions, GenerateResult, Prompt, Usage
 from kvrelay.config import WorkerConfig

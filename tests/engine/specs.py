@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Event, Matched
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
 from engine.plan import Plan, Result
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 
 GREEDY = Sampling(temperature=0.0)

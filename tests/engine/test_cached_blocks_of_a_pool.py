@@ -9,9 +9,10 @@ import pytest
 from specs import constant, key, spec, steps
 
 from engine.block_pool import BlockPool, BlockState
+from engine.budgets import Budgets
 from engine.events import Matched
 from engine.prefix_cache import Entry
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.blocks import BlockCounts, BlockEventKind, BlockRun, KeyScope, block_keys
 
 SIZE = 2

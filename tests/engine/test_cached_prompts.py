@@ -10,9 +10,10 @@ import pytest
 from specs import alone, cached_tokens, constant, hash_engine, key, spec
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Event, Sampled
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.blocks import BlockCounts, BlockEventKind, BlockKey, KeyChain
 from kvrelay.requests import Sampling, SequenceSpec
 

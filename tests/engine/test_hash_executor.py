@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from specs import alone, hash_engine, key, spec
 
+from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
 from engine.plan import Plan, Result, SequenceSlice
-from engine.scheduler import Budgets
 from kvrelay.blocks import BlockTable
 from kvrelay.requests import Sampling
 

@@ -9,9 +9,9 @@ import pytest
 from specs import alone, hash_engine, key, spec
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Finished, Preempted, Sampled
 from engine.local import LocalEngine
-from engine.scheduler import Budgets
 from kvrelay.blocks import blocks_for
 from kvrelay.requests import Sampling, SequenceKey, SequenceSpec
 

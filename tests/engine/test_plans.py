@@ -6,9 +6,10 @@ import pytest
 from specs import GREEDY, constant, key, rows, spec, steps
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Computed, Finished, Sampled
 from engine.plan import Plan, Result, SequenceSlice
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.blocks import BlockTable
 from kvrelay.requests import FinishReason
 

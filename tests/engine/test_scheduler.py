@@ -6,9 +6,11 @@ import pytest
 from specs import constant, hash_engine, key, rows, spec, steps
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Finished, Preempted, Sampled
+from engine.planner import MAX_PASSES
 from engine.queues import MAX_PREEMPTIONS, Queues
-from engine.scheduler import MAX_PASSES, Budgets, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from kvrelay.blocks import BlockCounts
 

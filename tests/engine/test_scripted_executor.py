@@ -6,8 +6,9 @@ import pytest
 from specs import GREEDY, hash_engine, key, spec
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from engine.scripted_executor import ScriptedExecutor
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from specs import alone, hash_engine, rows, sequences_of, spec
 
+from engine.budgets import Budgets
 from engine.events import Event, Finished, Preempted, Sampled
 from engine.local import LocalEngine
-from engine.scheduler import Budgets
 from engine.swap_space import PreemptCosts
 from kvrelay.blocks import BlockCounts
 from kvrelay.requests import Sampling, SequenceKey, SequenceSpec

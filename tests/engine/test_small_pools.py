@@ -15,10 +15,11 @@ import pytest
 from specs import hash_engine, sequences_of, spec
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.events import Finished, Preempted, Sampled
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from engine.swap_space import PreemptCosts
 from kvrelay.requests import Sampling, SequenceKey, SequenceSpec
 

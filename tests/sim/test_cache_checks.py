@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.blocks import BlockEventKind, BlockEvents, BlockRun, KeyScope, block_keys
 from kvrelay.config import CoordinatorConfig
 from kvrelay.requests import FinishReason, RequestId, Role, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule

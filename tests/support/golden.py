@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.executor import Executor
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.client import AsyncClient, GenerateResult
 from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 

@@ -16,8 +16,9 @@ from support.pair_requests import SESSION, VOCAB, Request
 from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.link import BlockData, PartManifest
 from kvrelay.requests import Incarnation, RequestId, WorkerId
 from kvrelay.session import Abort, Destination, Prefill, Reserve, Start, TokenOut, Work

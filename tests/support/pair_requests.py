@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass, field, replace
 
 from engine.block_pool import BlockPool
+from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
-from engine.scheduler import Budgets, Scheduler
+from engine.scheduler import Scheduler
 from kvrelay.blocks import Ticket
 from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 from kvrelay.session import ComputeRecord, Ended, Pushed, Refused, TokenOut, Work
