@@ -12,25 +12,32 @@ import time
 from collections.abc import Sequence
 from uuid import uuid4
 
+import structlog
+
 from coordinator import validate
+from coordinator.chat import extent
 from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
 from coordinator.model_facts import ServedModel
-from coordinator.output import output_texts
+from coordinator.output import OutputText, output_texts
 from coordinator.roster import Roster
 from coordinator.states import RequestFacts
 from coordinator.stream import Item, TokenItem
 from coordinator.telling import Telling
-from coordinator.text import KeysOf, Tokenizing
+from coordinator.text import LONG_TEXT, MANY_TOKENS, KeysOf, Tokenizing
 from coordinator.validate import Limits, RawRequest
 from kvrelay.blocks import BlockKey, KeyScope, block_keys
 from kvrelay.errors import DeadlineExceeded
-from kvrelay.requests import RequestId
+from kvrelay.requests import RequestId, StopRule
 from kvrelay.telemetry.calls import labelled
 from kvrelay.telemetry.tracing import traceparent_of
 
+log = structlog.get_logger("coordinator.serving")
+
 TENANT = "default"
 """Of every request, as nobody says who sends it."""
+Prompt = tuple[tuple[int, ...], tuple[BlockKey, ...]]
+"""Its tokens and the keys of their full blocks."""
 
 
 class Serving:
@@ -55,14 +62,21 @@ class Serving:
         The caller calls `close` once, whatever happens.
         """
         limits = self.limits
+        if raw.token_ids is not None and len(raw.token_ids) >= MANY_TOKENS:
+            await asyncio.sleep(0)  # they have just been copied, and all streams stood
         validate.check(raw, limits)
-        labelled(raw.client_request_id)
+        label = labelled(raw.client_request_id)
         self._dispatcher.check_room(raw.max_tokens != 1)
-        prompt_ids, keys = await self._prompt(raw, limits)
-        facts = self._facts(raw, prompt_ids, keys, limits, deadline_at, request_id)
-        text, *more = output_texts(facts.n, self.model.codec.detokenizer, raw.stop, facts.stop.stop_token_ids)
+        prompt = await self._prompt(raw, limits)
+        stop = validate.fit(raw, len(prompt[0]), limits)
+        grammar = await self.tokenizing.grammar(raw.constraint) if raw.constraint is not None else ""
+        prompt_text = await self._echo(raw, prompt[0]) if raw.echo else ""
+        facts = self._facts(raw, prompt, stop, grammar, limits, deadline_at, request_id)
+        text, *more = self._texts(raw, stop)
         live = self._dispatcher.submit(facts, text, times, tuple(more))
+        live.prompt_text = prompt_text
         self._telling.started()
+        log.debug("taken in", request=facts.request_id, label=label)
         return live
 
     def leave(self, live: Live) -> None:
@@ -83,17 +97,38 @@ class Serving:
         validate.check_token_ids("token_ids", token_ids, limits.vocab_size)
         return await self.tokenizing.decode(token_ids)
 
-    async def _prompt(self, raw: RawRequest, limits: Limits) -> tuple[tuple[int, ...], tuple[BlockKey, ...]]:
-        """Its tokens and the keys of their blocks. A template writes special tokens itself: none are added here."""
-        keys_of = self._keys_of(raw)
+    async def _prompt(self, raw: RawRequest, limits: Limits) -> Prompt:
+        """A template writes special tokens itself: none are added here."""
+        keys_of, most = self._keys_of(raw), raw.truncate_prompt
         if raw.token_ids is not None:
-            return raw.token_ids, await self.tokenizing.keys(raw.token_ids, keys_of) if keys_of is not None else ()
-        codec, text = self.model.codec, raw.text
-        if text is None:
-            assert codec.template is not None, "checked by validate"
-            text = codec.template.render(raw.chat or ())
+            token_ids = validate.last_of(raw.token_ids, most)
+            return token_ids, await self.tokenizing.keys(token_ids, keys_of) if keys_of is not None else ()
+        if raw.text is not None:
+            validate.check_length(raw, raw.text, self.model.codec.longest_token, limits)
+            return await self.tokenizing.prompt(raw.text, raw.add_special_tokens, keys_of, most)
+        size = extent((raw.chat, raw.tools, raw.template_variables), LONG_TEXT)
+        return await self.tokenizing.rendered(
+            functools.partial(self._chat_text, raw, limits), size, False, keys_of, most
+        )
+
+    def _chat_text(self, raw: RawRequest, limits: Limits) -> str:
+        codec = self.model.codec
+        assert codec.template is not None, "checked by validate"
+        text = codec.template.render(raw.chat or (), raw.tools, raw.template_variables)
         validate.check_length(raw, text, codec.longest_token, limits)
-        return await self.tokenizing.prompt(text, raw.text is not None, keys_of)
+        return text
+
+    async def _echo(self, raw: RawRequest, prompt_ids: tuple[int, ...]) -> str:
+        """The text of the prompt: as it came, where it came as text and all of it is used."""
+        if raw.text is not None and raw.truncate_prompt is None:
+            return raw.text
+        return await self.tokenizing.decode(prompt_ids, raw.skip_special_tokens)
+
+    def _texts(self, raw: RawRequest, stop: StopRule) -> list[OutputText]:
+        detokenizer = functools.partial(self.model.codec.detokenizer, raw.skip_special_tokens)
+        return output_texts(
+            raw.n or 1, detokenizer, raw.stop, stop.stop_token_ids, raw.include_stop, stop.min_tokens
+        )
 
     def _keys_of(self, raw: RawRequest) -> KeysOf | None:
         """By which the router finds the prompt in caches; None where it does not look, or the request wants none."""
@@ -105,19 +140,21 @@ class Serving:
     def _facts(
         self,
         raw: RawRequest,
-        prompt_ids: tuple[int, ...],
-        keys: tuple[BlockKey, ...],
+        prompt: Prompt,
+        stop: StopRule,
+        grammar: str,
         limits: Limits,
         deadline_at: float | None,
         request_id: str,
     ) -> RequestFacts:
         if deadline_at is not None and deadline_at <= time.monotonic():
             raise DeadlineExceeded("the deadline passed while the prompt was tokenized")
+        prompt_ids, keys = prompt
         return RequestFacts(
             request_id=RequestId(request_id or uuid4().hex),
             prompt_ids=prompt_ids,
-            sampling=validate.sampling_of(raw, secrets.randbits(64), limits),
-            stop=validate.fit(raw, len(prompt_ids), limits),
+            sampling=validate.sampling_of(raw, secrets.randbits(64), limits, grammar),
+            stop=stop,
             tenant=TENANT,
             cache_salt=raw.cache_salt,
             deadline_at=deadline_at,
@@ -125,6 +162,7 @@ class Serving:
             n=raw.n or 1,
             prefix_cache=raw.prefix_cache is not False,
             keys=keys,
+            priority=raw.priority,
         )
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.constraints import MAX_GRAMMAR_BYTES, check_constraint
 from coordinator.field_checks import check_bytes, check_count, check_token_ids, check_unicode, shown, wrong
 from coordinator.raw import Limits, Message, RawRequest
 from coordinator.validate_sampling import (
-    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     check_choices,
-    check_constraint,
+    check_end,
     check_logit_bias_count,
     check_sampling,
     sampling_of,
 )
-from kvrelay.errors import InvalidArgument, NotFound
+from kvrelay.errors import InvalidArgument, NotFound, Resource
 from kvrelay.requests import StopRule
+from kvrelay.telemetry.calls import MAX_LABEL_BYTES
 
 __all__ = [
     "MAX_GRAMMAR_BYTES",
@@ -32,6 +33,7 @@ __all__ = [
     "RawRequest",
     "check",
     "check_choices",
+    "check_json_size",
     "check_length",
     "check_logit_bias_count",
     "check_messages",
@@ -50,9 +52,10 @@ MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_N = 16
 MAX_SALT_BYTES = 256
-MAX_LABEL_BYTES = 256
 MAX_MESSAGES = 8192
 """Of one chat."""
+MAX_JSON_LENGTH = 1024 * 1024
+"""Characters of JSON in one chat: tools, variables of the template and further keys of messages."""
 
 
 def check(raw: RawRequest, limits: Limits) -> None:
@@ -66,7 +69,8 @@ def check(raw: RawRequest, limits: Limits) -> None:
     check_sampling(raw, limits)
     _check_end(raw, limits)
     if raw.constraint is not None:
-        check_constraint(raw.constraint, raw.ignore_eos)
+        check_constraint(raw.constraint)
+        check_end(raw.constraint, raw.ignore_eos)
     check_bytes("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
     check_bytes("client_request_id", raw.client_request_id, MAX_LABEL_BYTES)
 
@@ -103,7 +107,8 @@ def fit(raw: RawRequest, num_prompt_tokens: int, limits: Limits) -> StopRule:
 def check_model(model: str, limits: Limits) -> None:
     """Empty means the one model served."""
     if model and model != limits.model_id:
-        raise NotFound(f"model {shown(model)} is not served here; this is {limits.model_id!r}", field="model")
+        said = f"model {shown(model)} is not served here; this is {limits.model_id!r}"
+        raise NotFound(said, field="model", resource=Resource("model", model))
 
 
 def check_stops(count: int) -> None:
@@ -118,6 +123,10 @@ def check_messages(count: int) -> None:
     if not count:
         raise wrong("chat.messages", "must not be empty")
     check_count("chat.messages", count, MAX_MESSAGES, "messages")
+
+
+def check_json_size(length: int) -> None:
+    check_count("chat", length, MAX_JSON_LENGTH, "characters of JSON")
 
 
 def _check_prompt(raw: RawRequest, limits: Limits) -> None:
@@ -142,7 +151,7 @@ def _check_prompt_ids(raw: RawRequest, token_ids: tuple[int, ...], limits: Limit
 
 def last_of(token_ids: tuple[int, ...], most: int | None) -> tuple[int, ...]:
     """A prompt as truncate_prompt leaves it."""
-    return token_ids if most is None or len(token_ids) <= most else token_ids[-most:]
+    return token_ids if most is None else token_ids[-most:]
 
 
 def _check_chat(messages: Sequence[Message], limits: Limits) -> None:

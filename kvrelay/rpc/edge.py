@@ -155,7 +155,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
-                await context.abort_with_status(to_grpc_status(as_error(error), ids.metadata))
+                await context.abort_with_status(to_grpc_status(as_error(error, ids.words), ids.metadata))
             finally:
                 self.running -= 1
                 if not self.running:

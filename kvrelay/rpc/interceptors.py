@@ -19,7 +19,7 @@ from kvrelay.errors import KVRelayError
 from kvrelay.rpc.edge import Body, Context, Continuation, Handler, body_of, with_body
 from kvrelay.rpc.status import code_of
 from kvrelay.telemetry import names
-from kvrelay.telemetry.calls import current
+from kvrelay.telemetry.calls import current, labelled
 
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
 
@@ -78,8 +78,7 @@ def _identify(span: Span) -> None:
     ids = current()
     if ids is not None:
         span.set_attribute(names.REQUEST_ID, ids.request_id)
-        if ids.label:
-            span.set_attribute(names.LABEL, ids.label)
+        labelled("")
 
 
 def _code_of(error: BaseException, context: Context) -> grpc.StatusCode:

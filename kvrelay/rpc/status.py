@@ -72,13 +72,16 @@ def code_of(error: KVRelayError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def as_error(error: BaseException) -> KVRelayError:
-    """The error a caller may see: ours as it is, any other as an Internal that says nothing, logged with traceback."""
+def as_error(error: BaseException, whose: str = "") -> KVRelayError:
+    """The error a caller may see: ours as it is, any other as an Internal that says nothing, logged with traceback.
+
+    whose: call it was, for the log.
+    """
     if isinstance(error, KVRelayError):
         if isinstance(error, errors.Internal):
-            log.error("internal error", exc_info=error)
+            log.error("internal error %s", whose, exc_info=error)
         return error
-    log.error("unexpected exception", exc_info=error)
+    log.error("unexpected exception %s", whose, exc_info=error)
     return errors.Internal("internal error; see the server's log")
 
 

@@ -1,4 +1,4 @@
-"""Whose call runs: our id of it and its caller's label, for answers, logs and spans. Knows no protocol.
+"""Whose call runs: our id of it and its caller's label, for answers, spans and logs. Knows no protocol.
 
 Both are only looked at by people: nothing is found, cached or decided by them.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from opentelemetry import trace
-from structlog.contextvars import bind_contextvars
 
 from kvrelay.errors import InvalidArgument
 from kvrelay.telemetry import names
@@ -33,15 +32,20 @@ class CallIds:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What goes back to the caller; of a label that is too long nothing does."""
         own = (OWN_HEADER, self.request_id)
-        return ((LABEL_HEADER, self.label), own) if self.label and self.fits else (own,)
+        return ((LABEL_HEADER, self.label), own) if self.label and self._fits else (own,)
 
     @property
-    def fits(self) -> bool:
+    def _fits(self) -> bool:
         return len(self.label) <= MAX_LABEL_BYTES
+
+    @property
+    def words(self) -> str:
+        """For a log line."""
+        return f"request={self.request_id}" + (f" label={self.label!r}" if self.label and self._fits else "")
 
     def check(self) -> None:
         """InvalidArgument for a label that is too long. Headers are ASCII: a character is a byte."""
-        if not self.fits:
+        if not self._fits:
             said = f"{LABEL_HEADER}: must be at most {MAX_LABEL_BYTES} bytes, not {len(self.label)}"
             raise InvalidArgument(said, field=LABEL_HEADER)
 
@@ -50,10 +54,9 @@ _CURRENT: ContextVar[CallIds | None] = ContextVar("kvrelay_call", default=None)
 
 
 def begin(label: str = "") -> CallIds:
-    """A new id, that of the call which runs in this task from now on, and in its log lines."""
+    """A new id, that of the call which runs in this task from now on."""
     ids = CallIds(uuid4().hex, label)
     _CURRENT.set(ids)
-    bind_contextvars(request=ids.request_id, **({"label": label} if label and ids.fits else {}))
     return ids
 
 
@@ -62,8 +65,13 @@ def current() -> CallIds | None:
     return _CURRENT.get()
 
 
-def labelled(label: str) -> None:
-    """From now on log lines of this task and its current span have this label; an empty one changes nothing."""
+def labelled(label: str) -> str:
+    """The label of the call that runs: this one of its request, where there is one, else that of its header.
+
+    Logs do not get it by themselves: what a handler schedules inherits its context, and works for others too.
+    """
+    ids = current()
+    label = label or (ids.label if ids is not None else "")
     if label:
-        bind_contextvars(label=label)
         trace.get_current_span().set_attribute(names.LABEL, label)
+    return label
