@@ -8,6 +8,7 @@ from functools import partial
 import typer
 
 from kvrelay.cli import bench, demo, doctor, drain, generate, health, models, plan, role_names, status, tbt, up
+from kvrelay.cli.flags import Grouped, flat
 
 app = typer.Typer(
     name="kvrelay",
@@ -19,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(epilog=up.EXAMPLE)(up.up)
-app.command(epilog=generate.EXAMPLE)(generate.generate)
+app.command(cls=Grouped, epilog=generate.EXAMPLE)(flat(generate.generate))
 app.command(epilog=status.EXAMPLE)(status.status)
 app.command(epilog=drain.EXAMPLE)(drain.drain)
 app.command(epilog=bench.EXAMPLE)(bench.bench)

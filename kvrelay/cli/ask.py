@@ -11,15 +11,17 @@ from typing import Protocol
 
 from kvrelay.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, report
 from kvrelay.cli.prompt import read_prompt
-from kvrelay.client import AsyncClient, Choice, GenerateOptions, GenerateResult, Prompt
+from kvrelay.client import AsyncClient, Choice, GenerateOptions, GenerateResult, Logprobs, Prompt
 from kvrelay.errors import KVRelayError
 
 
 class Listener(Protocol):
     """Hears of an answer while it comes: each piece of text as it becomes certain, each sequence when it has ended.
 
-    The tail of a sequence comes with `choice` alone.
+    The tail of a sequence comes with `choice` alone. prompt: once, before all else, if it is to be echoed.
     """
+
+    def prompt(self, text: str) -> None: ...
 
     def text(self, piece: str) -> None: ...
 
@@ -37,6 +39,8 @@ def ask_cluster(target: str, options: GenerateOptions) -> Ask:
         async with AsyncClient(target) as client, client.generate(prompt, **options) as tokens:
             tokens.tell_choices(listener.choice)
             async for token in tokens:
+                if len(tokens.tokens) == 1 and tokens.prompt_text:
+                    listener.prompt(tokens.prompt_text)
                 listener.text(token.text)
             return tokens.result
 
@@ -63,7 +67,9 @@ def answer(ask: Ask, prompt: str | None, tokens_file: str, chat: bool, as_json: 
 
 def result_object(result: GenerateResult) -> dict[str, object]:
     """What `generate --json` prints; times in ms as this client saw them. Several answers: also all of them."""
-    of_all = {"request_id": result.request_id, "seed": result.seed, "model": result.model}
+    of_all: dict[str, object] = {"request_id": result.request_id, "seed": result.seed, "model": result.model}
+    if result.prompt_text:
+        of_all["prompt_text"] = result.prompt_text
     if len(result.choices) < 2:
         return of_all | _of_one(result)
     choices = [{"sequence": choice.sequence} | _of_one(choice) for choice in result.choices]
@@ -71,7 +77,7 @@ def result_object(result: GenerateResult) -> dict[str, object]:
 
 
 def _of_one(choice: Choice | GenerateResult) -> dict[str, object]:
-    return {
+    of_one: dict[str, object] = {
         "token_ids": list(choice.token_ids),
         "text": choice.text,
         "finish_reason": choice.finish_reason,
@@ -83,6 +89,15 @@ def _of_one(choice: Choice | GenerateResult) -> dict[str, object]:
         "hand_off": asdict(choice.hand_off) if choice.hand_off else None,
         "migrations": choice.migrations,
     }
+    if choice.logprobs:
+        of_one["logprobs"] = [_logprobs(one) for one in choice.logprobs]
+    return of_one
+
+
+def _logprobs(told: Logprobs) -> dict[str, object]:
+    """Of one token. top: the likeliest ones, likeliest first."""
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in told.top]
+    return {"logprob": told.token, "top": top}
 
 
 class _Streaming:
@@ -91,6 +106,9 @@ class _Streaming:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._any = False
+
+    def prompt(self, text: str) -> None:
+        self.text(text)
 
     def text(self, piece: str) -> None:
         if self._enabled and piece:
@@ -111,6 +129,10 @@ class _Whole:
     def __init__(self, n: int, enabled: bool) -> None:
         self._n = n
         self._enabled = enabled
+        self._prompt = ""
+
+    def prompt(self, text: str) -> None:
+        self._prompt = text
 
     def text(self, piece: str) -> None:
         """They come all at once, so nothing is shown before its answer has ended."""
@@ -118,7 +140,7 @@ class _Whole:
     def choice(self, choice: Choice) -> None:
         if self._enabled:
             print(f"[{choice.sequence + 1} of {self._n}: {choice.finish_reason}]", file=sys.stderr, flush=True)
-            print(choice.text, flush=True)
+            print(self._prompt + choice.text, flush=True)
 
     def end(self) -> None:
         """Every answer has its line end already."""

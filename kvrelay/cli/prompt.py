@@ -1,4 +1,4 @@
-"""Reads the prompt of `generate`: an argument, stdin, or a file of token ids. Knows no model."""
+"""Reads the prompt of `generate` (an argument, stdin, or a file of token ids) and other texts. Knows no model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def read_prompt(argument: str | None, tokens_file: str, chat: bool) -> Prompt:
     return [{"role": "user", "content": text}] if chat else text
 
 
-def read_file_text(path: str) -> str:
-    """A file's text. InvalidArgument(field="prompt") names what cannot be read."""
-    return _text(_read(path, "prompt"), "prompt")
+def read_file_text(path: str, field: str = "prompt") -> str:
+    """A file's text, of stdin for "-". InvalidArgument of the field says what cannot be read."""
+    return _text(_read(path, field), field)
 
 
 def parse_token_ids(text: str) -> list[int]:

@@ -38,6 +38,11 @@ class StreamFold:
         return self._accepted.request_id
 
     @property
+    def prompt_text(self) -> str:
+        """The prompt as the server has it; empty until it accepted, and without echo."""
+        return self._accepted.prompt_text
+
+    @property
     def events(self) -> list[TokenEvent]:
         """The tokens so far, of all sequences as they came; theirs also when the stream then fails."""
         return self._events

@@ -48,6 +48,11 @@ class Stream:
         return self._fold.request_id
 
     @property
+    def prompt_text(self) -> str:
+        """With echo: the prompt as the server has it, there from the first token on."""
+        return self._fold.prompt_text
+
+    @property
     def tokens(self) -> list[TokenEvent]:
         return self._fold.events
 

@@ -552,6 +552,9 @@ class Heard:
         self.choices: list[tuple[int, str]] = []
         self.told = told
 
+    def prompt(self, text: str) -> None:
+        raise AssertionError("no echo was asked for")
+
     def text(self, piece: str) -> None:
         assert not self.choices
 
