@@ -35,6 +35,10 @@ DETAILS: tuple[type[Detail], ...] = (
 DOMAIN = "kvrelay"
 """ErrorInfo.domain: the reason is then the name of a class of kvrelay.errors."""
 
+MOST_MESSAGE_BYTES = 700
+MOST_NAME_BYTES = 256
+"""A message stands in the status up to four times, and clients refuse headers of more than 8 KB."""
+
 STATUS_TABLE: dict[type[KVRelayError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
@@ -88,23 +92,34 @@ def as_error(error: BaseException, whose: str = "") -> KVRelayError:
 def to_status(error: KVRelayError) -> status_pb2.Status:
     """A google.rpc.Status with what docs/errors.md promises: ErrorInfo always, the others where they say something."""
     number: int = code_of(error).value[0]
-    status = status_pb2.Status(code=number, message=error.message)
-    for detail in _details_of(error):
+    message = _clipped(error.message, MOST_MESSAGE_BYTES)
+    status = status_pb2.Status(code=number, message=message)
+    for detail in _details_of(error, message):
         packed = Any()
         packed.Pack(detail)
         status.details.append(packed)
     return status
 
 
-def _details_of(error: KVRelayError) -> Iterator[Detail]:
-    yield error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=error.metadata)
+def _clipped(text: str, most: int) -> str:
+    """At most so many bytes of UTF-8, and what UTF-8 cannot say left out: a status is for a header of a few KB."""
+    raw = text.encode("utf-8", "replace")
+    return raw.decode() if len(raw) <= most else raw[: most - 3].decode("utf-8", "ignore") + "..."
+
+
+def _details_of(error: KVRelayError, message: str) -> Iterator[Detail]:
+    metadata = {key: _clipped(value, MOST_NAME_BYTES) for key, value in error.metadata.items()}
+    yield error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=metadata)
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        field = _clipped(error.field, MOST_NAME_BYTES)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         yield error_details_pb2.BadRequest(field_violations=[violation])
     resource, retry_s = error.resource, error.retry_hint_s
     if resource is not None:
         yield error_details_pb2.ResourceInfo(
-            resource_type=resource.type, resource_name=resource.name, description=error.message
+            resource_type=resource.type,
+            resource_name=_clipped(resource.name, MOST_NAME_BYTES),
+            description=message,
         )
     if retry_s is not None:
         delay = Duration()

@@ -94,6 +94,20 @@ def test_broken_details_and_foreign_domains_do_not_break_the_reader():
     assert type(status.from_rpc_error(grpc.RpcError("no status"))) is errors.Internal
 
 
+@pytest.mark.parametrize("letter", ["x", "\u00fc", "\U0001f600"])
+def test_a_status_fits_into_headers_whatever_a_caller_had_put_into_its_words(letter):
+    long = letter * 100_000
+    error = errors.NotFound(
+        long, field=long, resource=errors.Resource("model", long), metadata={"worker": long}, retry_after_s=1.0
+    )
+    sent = status.to_grpc_status(error)
+    escaped = 3 * len(sent.details.encode())
+    assert escaped + sum(len(value) * 4 // 3 for _, value in sent.trailing_metadata) < 8000
+    back = status.from_rpc_error(as_received(error))
+    assert back.message == letter * ((700 - 3) // len(letter.encode())) + "..."
+    assert back.resource == errors.Resource("model", letter * ((256 - 3) // len(letter.encode())) + "...")
+
+
 def test_an_unknown_exception_is_internal_leaks_nothing_and_is_logged(caplog):
     try:
         raise ValueError("the password is swordfish")
