@@ -11,7 +11,11 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from coordinator.field_checks import check_unicode
 from kvrelay.errors import InvalidArgument
+
+LONGEST_REASON = 300
+"""Characters of what a template says of messages that it refuses."""
 
 
 class ChatTemplate:
@@ -39,9 +43,26 @@ class ChatTemplate:
         """
         known = {"messages": messages, "add_generation_prompt": True, "tools": tools, **self._tokens}
         try:
-            return self._template.render({**known, **(variables or {})})
+            text = self._template.render({**known, **(variables or {})})
         except Exception as error:  # a template may fail in any way on messages that it does not like
-            raise InvalidArgument(f"the chat template refused the messages: {error}", field="chat") from error
+            reason = str(error)[:LONGEST_REASON]
+            raise InvalidArgument(f"chat: the template refused the messages: {reason}", field="chat") from error
+        check_unicode("chat", text)
+        return text
+
+
+def extent(value: object, enough: int) -> int:
+    """About how many characters a nested value is written in; counts no further than to `enough`."""
+    total, waiting = 0, [value]
+    while waiting and total < enough:
+        one = waiting.pop()
+        total += len(one) if isinstance(one, str) else 1
+        if isinstance(one, Mapping):
+            waiting.extend(one.keys())
+            waiting.extend(one.values())
+        elif isinstance(one, Sequence) and not isinstance(one, str):
+            waiting.extend(one)
+    return total
 
 
 def load_template(directory: Path) -> ChatTemplate | None:

@@ -37,4 +37,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             block_size=block_size,
             chat_template=limits.has_chat_template,
             smallest_cacheable_prefix=max(SMALLEST_PREFIX, block_size) if self._roster.caches else 0,
+            max_logit_bias=validate.MAX_LOGIT_BIAS,
+            max_logprobs=validate.MAX_LOGPROBS,
+            max_grammar_bytes=validate.MAX_GRAMMAR_BYTES,
         )

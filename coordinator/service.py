@@ -18,10 +18,11 @@ import grpc
 import structlog
 
 from coordinator.live import Live, Times
+from coordinator.request_wire import raw_request
 from coordinator.serving import Reading, Serving
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
-from coordinator.validate import RawRequest
 from kvrelay.requests import FinishReason
+from kvrelay.rpc.sampling_convert import add_logprobs
 from kvrelay.rpc.status import to_grpc_status
 from kvrelay.telemetry import calls
 from kvrelay.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -49,7 +50,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline_at = None if remaining is None else times.accepted_at + remaining
         serving = self._serving
         ids = calls.current() or calls.begin()
-        live = await serving.open(raw_request(request), times, deadline_at, ids.request_id)
+        live = await serving.open(raw_request(request, serving.limits), times, deadline_at, ids.request_id)
         gone = functools.partial(self._gone, live)
         context.add_done_callback(gone)  # type: ignore[arg-type]  # the stubs want a class, the library any callable
         try:
@@ -108,33 +109,14 @@ async def _say_why_cut(stream: StreamBuffer, context: Context) -> None:
                 await context.abort_with_status(to_grpc_status(stream.cut, ids.metadata if ids else ()))
 
 
-def raw_request(request: inference_pb2.GenerateRequest) -> RawRequest:
-    """What the client sent, in plain values; nothing is judged yet, but what cannot be a value at all."""
-    sampling, prompt = request.sampling, request.WhichOneof("prompt")
-    return RawRequest(
-        model=request.model,
-        text=request.text if prompt == "text" else None,
-        token_ids=tuple(request.tokens.ids) if prompt == "tokens" else None,
-        chat=tuple({"role": m.role, "content": m.content} for m in request.chat.messages) if prompt == "chat" else None,
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else None,
-        top_k=sampling.top_k if sampling.HasField("top_k") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        n=request.n if request.HasField("n") else None,
-        cache_salt=request.cache_salt,
-        client_request_id=request.client_request_id,
-        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
-    )
-
-
 def accepted_message(live: Live, model_id: str) -> inference_pb2.GenerateResponse:
     facts = live.facts
     accepted = inference_pb2.Accepted(
-        request_id=facts.request_id, prompt_tokens=len(facts.prompt_ids), seed=facts.sampling.seed, model=model_id
+        request_id=facts.request_id,
+        prompt_tokens=len(facts.prompt_ids),
+        seed=facts.sampling.seed,
+        model=model_id,
+        prompt_text=live.prompt_text,
     )
     return inference_pb2.GenerateResponse(accepted=accepted)
 
@@ -149,6 +131,8 @@ def token_message(item: TokenItem) -> inference_pb2.GenerateResponse:
     token.token_id = item.token_id
     token.text = item.text
     token.offset_s = item.offset_s
+    if item.logprobs is not None:
+        add_logprobs(token.logprobs, item.logprobs)
     return message
 
 

@@ -17,6 +17,7 @@ import structlog
 from coordinator import validate
 from coordinator.chat import extent
 from coordinator.dispatch import Dispatcher
+from coordinator.field_checks import check_unicode
 from coordinator.live import Live, Times
 from coordinator.model_facts import ServedModel
 from coordinator.output import OutputText, output_texts
@@ -89,6 +90,7 @@ class Serving:
 
     async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> list[int]:
         validate.check_model(model, self.limits)
+        check_unicode("text", text)
         return await self.tokenizing.encode(text, add_special_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
@@ -126,9 +128,7 @@ class Serving:
 
     def _texts(self, raw: RawRequest, stop: StopRule) -> list[OutputText]:
         detokenizer = functools.partial(self.model.codec.detokenizer, raw.skip_special_tokens)
-        return output_texts(
-            raw.n or 1, detokenizer, raw.stop, stop.stop_token_ids, raw.include_stop, stop.min_tokens
-        )
+        return output_texts(raw.n or 1, detokenizer, raw.stop, stop.stop_token_ids, raw.include_stop, stop.min_tokens)
 
     def _keys_of(self, raw: RawRequest) -> KeysOf | None:
         """By which the router finds the prompt in caches; None where it does not look, or the request wants none."""

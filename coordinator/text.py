@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 from tokenizers import Tokenizer
 
 from coordinator.chat import ChatTemplate, load_template
+from coordinator.compiling import Compiling
+from coordinator.constraints import Constraint
 from coordinator.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from coordinator.token_bytes import byte_table, longest_token, special_ids, without
 from kvrelay.blocks import BlockKey
@@ -46,6 +48,8 @@ class TextCodec(Protocol):
     template: ChatTemplate | None
     longest_token: int
     """Most characters of text that one token can stand for; 0 where that is not known."""
+    directory: str
+    """Where its tokenizer lies; empty: tokens are bytes."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
@@ -64,6 +68,7 @@ class ByteCodec:
     vocab_size = BYTE_VOCAB
     template: ChatTemplate | None = None
     longest_token = 1
+    directory = ""
 
     def __init__(self) -> None:
         self._whole = [*(bytes([i]) for i in range(256)), b"<eos>", b"<bos>"]
@@ -88,6 +93,7 @@ class HuggingFaceCodec:
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.directory = str(directory)
         self._tokenizer = _load(Path(directory) / "tokenizer.json")
         self.template = load_template(Path(directory))
         self._whole, self._strip_first_space = byte_table(self._tokenizer, vocab_size)
@@ -127,10 +133,14 @@ def _nth(table: list[bytes], token_id: int) -> bytes:
 
 
 class Tokenizing:
-    """Owns the one thread for long texts and prompts; `close` ends it. What waits for the thread is bounded."""
+    """Owns the one thread for long texts and prompts, and what compiles grammars; `close` ends them.
+
+    What waits for the thread is bounded.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self.codec = codec
+        self._compiling = Compiling(codec.directory)
         self._waiting = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -140,25 +150,45 @@ class Tokenizing:
             return self.codec.encode(text, add_special_tokens)
         return await self._in_thread(self.codec.encode, text, add_special_tokens)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(token_ids) < LONG_TEXT:
-            return self.codec.decode(token_ids)
-        return await self._in_thread(self.codec.decode, list(token_ids))
+            return self.codec.decode(token_ids, skip_special_tokens)
+        return await self._in_thread(self.codec.decode, token_ids, skip_special_tokens)
 
-    async def prompt(self, text: str, add_special_tokens: bool, keys_of: KeysOf | None) -> tuple[tuple[int, ...], Keys]:
+    async def prompt(
+        self, text: str, add_special_tokens: bool, keys_of: KeysOf | None, most: int | None = None
+    ) -> tuple[tuple[int, ...], Keys]:
         """(tokens, their keys) in one job: with two, each prompt would wait for all texts that came meanwhile.
 
-        ResourceExhausted as in `encode`.
+        most: only the last so many tokens are used. ResourceExhausted as in `encode`.
         """
-        if len(text) < LONG_TEXT:
-            return _prompt(self.codec, text, add_special_tokens, keys_of)
-        return await self._in_thread(_prompt, self.codec, text, add_special_tokens, keys_of)
+        return await self.rendered(lambda: text, len(text), add_special_tokens, keys_of, most)
+
+    async def rendered(
+        self,
+        render: Callable[[], str],
+        size: int,
+        add_special_tokens: bool,
+        keys_of: KeysOf | None,
+        most: int | None = None,
+    ) -> tuple[tuple[int, ...], Keys]:
+        """As `prompt`, of a text that is still to be made. size: of what it is made of, in characters."""
+        if size < LONG_TEXT:
+            return _prompt(self.codec, render, add_special_tokens, keys_of, most)
+        return await self._in_thread(_prompt, self.codec, render, add_special_tokens, keys_of, most)
 
     async def keys(self, token_ids: Sequence[int], keys_of: KeysOf) -> Keys:
         """Of a prompt that came as tokens. None of a long one while the thread is busy, as nothing depends on them."""
         if len(token_ids) < MANY_TOKENS:
             return keys_of(token_ids)
         return () if self._waiting else await self._in_thread(keys_of, token_ids)
+
+    async def grammar(self, constraint: Constraint) -> str:
+        """What Sampling.grammar takes. InvalidArgument names the field; Unimplemented: not with this tokenizer.
+
+        Compiled beside this process, as what a client writes may end the one that reads it; the first takes a second.
+        """
+        return await self._compiling.grammar(constraint)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         if self._waiting >= MAX_WAITING:
@@ -178,13 +208,15 @@ class Tokenizing:
         self._waiting -= 1
 
     def close(self) -> None:
+        self._compiling.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _prompt(
-    codec: TextCodec, text: str, add_special_tokens: bool, keys_of: KeysOf | None
+    codec: TextCodec, render: Callable[[], str], add_special_tokens: bool, keys_of: KeysOf | None, most: int | None
 ) -> tuple[tuple[int, ...], Keys]:
-    token_ids = tuple(codec.encode(text, add_special_tokens))
+    encoded = codec.encode(render(), add_special_tokens)
+    token_ids = tuple(encoded if most is None else encoded[-most:])
     return token_ids, keys_of(token_ids) if keys_of is not None else ()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.constraints import Constraint, ConstraintKind
-from coordinator.field_checks import check_bytes, check_count, check_number, shown, wrong
+from coordinator.constraints import MAX_CHOICES, Constraint
+from coordinator.field_checks import check_count, check_number, shown, wrong
 from coordinator.raw import Limits, RawRequest
 from kvrelay.requests import Sampling
 
@@ -19,7 +19,6 @@ MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 """Of one logit, either way: enough to forbid a token or to force it."""
 MAX_LOGPROBS = 20
-MAX_GRAMMAR_BYTES = 65536
 
 
 def check_sampling(raw: RawRequest, limits: Limits) -> None:
@@ -52,29 +51,14 @@ def _check_bias(biases: tuple[tuple[int, float], ...], vocab_size: int) -> None:
 
 
 def check_choices(count: int) -> None:
-    check_count("choice.texts", count, MAX_GRAMMAR_BYTES, "texts")
+    check_count("choice.texts", count, MAX_CHOICES, "texts")
 
 
-def check_constraint(constraint: Constraint, ignore_eos: bool) -> None:
-    """Its size, and that it can end; whether it is a grammar at all says who compiles it."""
-    field = constraint.kind.value
-    if constraint.kind is ConstraintKind.CHOICE:
-        if not constraint.choices:
-            raise wrong("choice.texts", "must not be empty")
-        check_choices(len(constraint.choices))
-        for at, text in enumerate(constraint.choices):
-            _check_source(f"choice.texts[{at}]", text)
-        check_bytes("choice.texts", "".join(constraint.choices), MAX_GRAMMAR_BYTES)
-    else:
-        _check_source(field, constraint.text)
+def check_end(constraint: Constraint, ignore_eos: bool) -> None:
+    """A text that is held to a grammar must be able to end."""
     if ignore_eos:
-        raise wrong("ignore_eos", f"must be false with {field}: where the text is complete, only EOS can follow")
-
-
-def _check_source(field: str, text: str) -> None:
-    if not text:
-        raise wrong(field, "must not be empty")
-    check_bytes(field, text, MAX_GRAMMAR_BYTES)
+        name = constraint.kind.value
+        raise wrong("ignore_eos", f"must be false with {name}: where the text is complete, only EOS can follow")
 
 
 def sampling_of(raw: RawRequest, drawn_seed: int, limits: Limits, grammar: str = "") -> Sampling:
@@ -92,7 +76,7 @@ def sampling_of(raw: RawRequest, drawn_seed: int, limits: Limits, grammar: str =
         repetition_penalty=1.0 if raw.repetition_penalty is None else raw.repetition_penalty,
         presence_penalty=raw.presence_penalty or 0.0,
         frequency_penalty=raw.frequency_penalty or 0.0,
-        logit_bias=tuple(sorted(raw.logit_bias)),
+        logit_bias=tuple(sorted(dict(raw.logit_bias).items())),
         grammar=grammar,
         logprobs=raw.logprobs,
     )
