@@ -62,7 +62,8 @@ class Actions:
 
     def _emit(self, live: Live, action: ev.Emit, now: float) -> None:
         live.journal.append(action.index, action.token_id, now, self._steps.current)
-        item = TokenItem(action.index, action.token_id, live.pending_text, now - live.times.accepted_at, live.sequence)
+        offset_s, text = now - live.times.accepted_at, live.pending_text
+        item = TokenItem(action.index, action.token_id, text, offset_s, live.sequence, live.pending_logprobs)
         live.too_slow = not live.stream.put(item)
 
     def _send(self, live: Live, action: ev.SendCommand, now: float) -> None:

@@ -36,7 +36,7 @@ from coordinator.waiting import WaitingLine
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, ResourceExhausted
 from kvrelay.fault_points import fault_point
-from kvrelay.requests import RequestId, Role, WorkerId
+from kvrelay.requests import Logprobs, RequestId, Role, WorkerId
 from kvrelay.session import Ended, Pushed, Report, Reserved, TokenOut
 
 log = structlog.get_logger("coordinator.dispatch")
@@ -198,9 +198,10 @@ class Dispatcher:
         elif token.sequence or live.facts.n > 1:
             self._first_token(live, worker, token, now)
             return
-        self._take(live, ev.TokenArrived(worker, token.attempt, token.index, token.token_id), now)
+        event = ev.TokenArrived(worker, token.attempt, token.index, token.token_id)
+        self._take(live, event, token.logprobs, now)
 
-    def _take(self, live: Live, event: ev.TokenArrived, now: float) -> None:
+    def _take(self, live: Live, event: ev.TokenArrived, logprobs: Logprobs | None, now: float) -> None:
         if not accepts(live.state, event):
             self.counters["dropped.TokenArrived"] += 1
             return
@@ -213,6 +214,7 @@ class Dispatcher:
             log.exception("detokenizer failed", request=live.id)
             self._feed(live, ev.StreamFailed(Internal("detokenizing failed")))
         else:
+            live.pending_logprobs = logprobs
             stop = ev.StopStringHit(event.worker, event.attempt, event.index, event.token_id)
             self._feed(live, stop if hit else event, now)
 
@@ -227,6 +229,7 @@ class Dispatcher:
 
     def fork(self, prompt: Live, action: ev.ForkOff, now: float) -> None:
         """The sequences take the prompt's place, and each its first token."""
+        firsts, prompt.attempt.first_tokens = prompt.attempt.first_tokens, {}
         children = self._families.found(prompt)
         self.counters["forked"] += len(children)
         for child in children:
@@ -236,7 +239,8 @@ class Dispatcher:
                 self._roster.assign(decode, child.id, Share(child.num_known_tokens))
                 self._roster.answered(decode, child.id)
         for child, token_id in zip(children, action.token_ids, strict=True):
-            self._take(child, ev.TokenArrived(action.worker, child.state.attempt, 0, token_id), now)
+            event = ev.TokenArrived(action.worker, child.state.attempt, 0, token_id)
+            self._take(child, event, firsts[child.sequence].logprobs, now)
 
     def failed(self, live: Live) -> None:
         """The stream of n sequences ends with this error: the others have nobody to compute for."""

@@ -16,7 +16,7 @@ from kvrelay.session import TokenOut
 
 
 def first_token(live: Live, worker: WorkerId, token: TokenOut) -> ForkArrived | None:
-    """Keeps one of the n first tokens with the attempt; all of them with the last one, None before it.
+    """Keeps one of the n first tokens with the attempt; says all of them with the last one, None before it.
 
     A worker says them in one report, but a long one comes in frames that may be cut between them.
     """
@@ -24,12 +24,10 @@ def first_token(live: Live, worker: WorkerId, token: TokenOut) -> ForkArrived | 
     if token.index or token.sequence >= n or not expects_firsts(live.state, worker, token.attempt):
         return None
     found = live.attempt.first_tokens
-    found[token.sequence] = token.token_id
+    found[token.sequence] = token
     if len(found) < n:
         return None
-    tokens = tuple(found[s] for s in range(n))
-    found.clear()
-    return ForkArrived(worker, token.attempt, tokens)
+    return ForkArrived(worker, token.attempt, tuple(found[s].token_id for s in range(n)))
 
 
 class Families:

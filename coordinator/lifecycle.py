@@ -228,6 +228,8 @@ def _worker_ended(state: State, event: WorkerEnded, now: float) -> Step:
     if event.reason != "failed":
         early = f"{who} ended the sequence ({event.reason}) before the request was complete"
         return end(state, Fail(errors.Internal(early)))
+    if event.code == errors.InvalidArgument.__name__:  # its own fault: no worker and no hand-off matters
+        return end(state, Fail(errors.InvalidArgument(event.message)))
     words = f"{who}: {event.message}{_other_end(state, role)}"
     error = error_named(event.code, words, worker=event.worker)
     if isinstance(error, errors.DeadlineExceeded):  # by a clock that leapt: ours alone ends a request for its time

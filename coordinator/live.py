@@ -15,8 +15,8 @@ from coordinator.states import RequestFacts, State
 from coordinator.steps_heard import WorkerSteps
 from coordinator.stream import StreamBuffer
 from coordinator.views import Want
-from kvrelay.requests import FinishReason, RequestId, WorkerId
-from kvrelay.session import ComputeRecord, Pushed
+from kvrelay.requests import FinishReason, Logprobs, RequestId, WorkerId
+from kvrelay.session import ComputeRecord, Pushed, TokenOut
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Attempt:
     num_cached_blocks: int = 0
     """Blocks that decode had cached: they need not be moved."""
     prefill_gone: bool = False
-    first_tokens: dict[int, int] = field(default_factory=dict)
+    first_tokens: dict[int, TokenOut] = field(default_factory=dict)
     """Of a request for n sequences before its fork: those that have come, by sequence."""
     loss: Loss | None = None
     lost_at: float | None = None
@@ -74,7 +74,7 @@ class Live:
 
     sequence: which of the n sequences this is. more_texts: of the sequences after the first, until the fork; children:
     the n sequences, from then on; parent: whose they are. cached_tokens: prompt tokens that the attempt which brought
-    index 0 did not compute.
+    index 0 did not compute. pending_text and pending_logprobs: of the token that is being taken in.
     """
 
     state: State
@@ -86,6 +86,7 @@ class Live:
     journal: Journal = field(default_factory=Journal)
     lost: list[Attempt] = field(default_factory=list)
     pending_text: str = ""
+    pending_logprobs: Logprobs | None = None
     too_slow: bool = False
     blocked_since: float | None = None
     not_before: float = 0.0
@@ -95,6 +96,8 @@ class Live:
     outcome: str = ""
     sequence: int = 0
     more_texts: tuple[OutputText, ...] = ()
+    prompt_text: str = ""
+    """For who asked for an echo."""
     children: tuple[Live, ...] = ()
     parent: Live | None = field(default=None, repr=False, compare=False)
 

@@ -116,4 +116,5 @@ def work_of(state: State, now: float) -> Work:
         prefix_cache=facts.prefix_cache,
         deadline_s=left,
         traceparent=facts.traceparent,
+        priority=facts.priority,
     )

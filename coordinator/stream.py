@@ -11,11 +11,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvrelay.errors import KVRelayError
-from kvrelay.requests import FinishReason
+from kvrelay.requests import FinishReason, Logprobs
 from kvrelay.session import Pushed
 
 ITEM_BYTES = 64
 """What an item costs beside its text."""
+LOGPROB_BYTES = 16
+"""What each of the likeliest tokens costs that an item names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,12 @@ class TokenItem:
     text: str
     offset_s: float
     sequence: int = 0
+    logprobs: Logprobs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        size = ITEM_BYTES + len(self.text)
+        return size if self.logprobs is None else size + LOGPROB_BYTES * (1 + len(self.logprobs.top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class StreamBuffer:
             return True
         self._items.append(item)
         if type(item) is TokenItem:
-            self._bytes += ITEM_BYTES + len(item.text)
+            self._bytes += item.num_bytes
         elif type(item) is ErrorItem:
             self._failed = True
         if self._waiter is not None and not self._waiter.done():
@@ -91,7 +99,7 @@ class StreamBuffer:
             await self._waiter
         item = self._items.popleft()
         if type(item) is TokenItem:
-            self._bytes -= ITEM_BYTES + len(item.text)
+            self._bytes -= item.num_bytes
         return item
 
     def writing(self, task: asyncio.Task[object] | None) -> float:

@@ -72,4 +72,5 @@ def spec_of(key: SequenceKey, work: Work, first_token: int | None = None) -> Seq
         cache_salt=work.cache_salt,
         n=work.n if first_token is None else 1,
         prefix_cache=work.prefix_cache,
+        priority=work.priority,
     )

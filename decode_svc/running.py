@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from decode_svc.attempt import DecodeAttempt, DecodeParts, spec_of
-from engine.events import Event, Finished, Matched, Preempted, Sampled
+from engine.events import Event, Failed, Finished, Matched, Preempted, Sampled
 from engine.plan import Plan
 from kvrelay.blocks import blocks_for
+from kvrelay.errors import InvalidArgument
 from kvrelay.requests import SequenceKey
 from kvrelay.session import Reserved
 from worker.attempts import whole
@@ -93,6 +94,8 @@ class Running:
             self._sampled(event, now)
         elif isinstance(event, Finished):
             self._finished(event)
+        elif isinstance(event, Failed):
+            self._failed(event, now)
         elif isinstance(event, Preempted):
             counters["preempted"] += 1
             counters["preempted_swap" if event.swapped else "preempted_recompute"] += 1
@@ -121,6 +124,11 @@ class Running:
             return
         self._desk.end_sequence(event.key, event.reason.value)
         self._over(attempt, event.key.sequence)
+
+    def _failed(self, event: Failed, now: float) -> None:
+        attempt = self._desk.attempts.get(whole(event.key))
+        if attempt is not None and event.key.sequence in attempt.sequences:
+            self._desk.fail(event.key, InvalidArgument, event.message, now)
 
     def _over(self, attempt: DecodeAttempt, sequence: int) -> None:
         """With its last sequence an attempt is over."""

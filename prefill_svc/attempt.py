@@ -45,15 +45,20 @@ class PrefillParts:
 
 
 def spec_of(key: SequenceKey, work: Work) -> SequenceSpec:
-    """Sequences that end after one token each: what ends the request is the coordinator's to say."""
+    """Sequences that end after one token each: what ends the request is the coordinator's to say.
+
+    Stop tokens are named only where they must not be drawn: none of them ends anything here.
+    """
+    index = len(work.token_ids) - work.num_prompt_tokens
     return SequenceSpec(
         key=key,
         token_ids=work.token_ids,
         num_prompt_tokens=work.num_prompt_tokens,
         sampling=work.sampling,
-        stop=StopRule(max_tokens=len(work.token_ids) - work.num_prompt_tokens + 1),
+        stop=StopRule(index + 1, work.stop.banned(index), work.stop.min_tokens),
         tenant=work.tenant,
         cache_salt=work.cache_salt,
         n=work.n,
         prefix_cache=work.prefix_cache,
+        priority=work.priority,
     )

@@ -9,14 +9,16 @@ The life of an attempt here:
 3. The last chunk samples the next token, one for each of n sequences; they go up in the step's report.
 4. Decode says landed: what the push cost goes up, and the attempt has ended; or with its token, if decode had all
    blocks cached and says so before.
+A draw that cannot be made ends it as the request's own fault, and what was pushed is decode's to drop.
 Abort, deadline, a refused ticket, a failed write or the session's end stop it anywhere. A worker that drains gives back
 prompts of which nothing is computed yet, and at the end of its grace those that are not done.
 """
 
 from __future__ import annotations
 
-from engine.events import Finished, Matched, Preempted, Sampled
+from engine.events import Failed, Finished, Matched, Preempted, Sampled
 from engine.plan import Plan, Result, SequenceSlice
+from kvrelay.errors import InvalidArgument
 from kvrelay.fault_points import fault_point
 from kvrelay.requests import SequenceSpec
 from kvrelay.session import (
@@ -152,6 +154,8 @@ class PrefillCore:
                 self._sampled(event, now)
             elif isinstance(event, Finished):
                 self._computed(event)
+            elif isinstance(event, Failed):
+                self._cannot_go_on(event)
             elif isinstance(event, Preempted):
                 self._desk.counters["preempted"] += 1
             elif isinstance(event, Matched):
@@ -202,6 +206,13 @@ class PrefillCore:
         self._desk.tell(attempt.key, attempt.notes.record(attempt.key))
         if attempt.destination is None or attempt.pushed:
             self._desk.end(attempt.key, event.reason.value)
+
+    def _cannot_go_on(self, event: Failed) -> None:
+        """No token can follow. The ticket is left to decode, where the coordinator ends the attempt: if we ended it,
+        decode might be heard first, saying that its writer is lost, which is no fault of the request.
+        """
+        self._p.scheduler.abort(whole(event.key))
+        self._desk.end(event.key, "failed", InvalidArgument.__name__, event.message)
 
     # 4. the hand-off's ending
 

@@ -15,6 +15,7 @@ from typing import Generic
 from engine.block_pool import BlockPool
 from engine.events import Sampled
 from engine.scheduler import Scheduler
+from kvrelay.errors import KVRelayError
 from kvrelay.requests import SequenceKey
 from kvrelay.session import Abort, Drain, Ended, Load, TokenOut
 from kvtransfer.actions import Count
@@ -142,7 +143,8 @@ class Desk(Generic[A]):
 
     def token(self, event: Sampled) -> None:
         key = event.key
-        self.tell(key, TokenOut(key.request_id, key.attempt, key.sequence, event.index, event.token_id))
+        out = TokenOut(key.request_id, key.attempt, key.sequence, event.index, event.token_id, event.logprobs)
+        self.tell(key, out)
 
     def end(self, key: SequenceKey, reason: str, code: str = "", message: str = "") -> None:
         """Forget an attempt that holds nothing any more, and say so. One that is unknown has been told already."""
@@ -154,6 +156,12 @@ class Desk(Generic[A]):
         """Say that one sequence is over while its attempt lives on. Of an unknown attempt all has been told already."""
         if self.attempts.get(whole(key)) is not None:
             self._tell_ended(key, (key.sequence,), reason, code, message)
+
+    def fail(self, key: SequenceKey, error: type[KVRelayError], message: str, now: float) -> None:
+        """One sequence cannot go on, by the request's own fault: all n of its attempt end, for their stream does."""
+        attempt = self.attempts.get(whole(key))
+        if attempt is not None:
+            self._drop_failed(attempt, error.__name__, message, now)
 
     def _tell_ended(
         self, key: SequenceKey, sequences: tuple[int, ...], reason: str, code: str = "", message: str = ""

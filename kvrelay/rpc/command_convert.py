@@ -6,8 +6,14 @@ from typing import assert_never
 
 from kvrelay.errors import InvalidArgument
 from kvrelay.requests import RequestId, SessionId, StopRule, WorkerId
-from kvrelay.rpc.description_convert import sampling_from_proto, sampling_to_proto, ticket_from_proto, ticket_to_proto
+from kvrelay.rpc.description_convert import ticket_from_proto, ticket_to_proto
 from kvrelay.rpc.fields import at_least, at_most, number, present, text
+from kvrelay.rpc.sampling_convert import (
+    PRIORITY_NUMBERS,
+    priority_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from kvrelay.session import (
     MAX_FRAME_BYTES,
     Abort,
@@ -103,6 +109,9 @@ def _work_to_proto(work: Work) -> worker_pb2.Work:
         deadline_s=None if work.deadline_s is None else max(0.0, work.deadline_s),
         traceparent=work.traceparent,
         no_prefix_cache=not work.prefix_cache,
+        min_tokens=work.stop.min_tokens,
+        grammar=work.sampling.grammar,
+        priority=PRIORITY_NUMBERS[work.priority],
     )
 
 
@@ -220,17 +229,19 @@ def _work_from_proto(proto: worker_pb2.Work, path: str) -> Work:
         message = f"{path}.first_index is {proto.first_index}, not {known} known - {prompt} prompt tokens"
         raise InvalidArgument(message, field=f"{path}.first_index")
     deadline = number(proto.deadline_s, f"{path}.deadline_s") if proto.HasField("deadline_s") else None
+    max_tokens = at_least(proto.max_tokens, 1, f"{path}.max_tokens")
     return Work(
         request_id=RequestId(text(proto.request_id, f"{path}.request_id")),
         attempt=proto.attempt,
         token_ids=tuple(proto.token_ids),
         num_prompt_tokens=prompt,
-        sampling=sampling_from_proto(proto.sampling, f"{path}.sampling"),
-        stop=StopRule(at_least(proto.max_tokens, 1, f"{path}.max_tokens"), frozenset(proto.stop_token_ids)),
+        sampling=sampling_from_proto(proto.sampling, f"{path}.sampling", proto.grammar),
+        stop=StopRule(max_tokens, frozenset(proto.stop_token_ids), proto.min_tokens),
         tenant=text(proto.tenant, f"{path}.tenant"),
         cache_salt=proto.cache_salt,
         n=at_least(proto.n, 1, f"{path}.n"),
         deadline_s=deadline,
         traceparent=proto.traceparent,
         prefix_cache=not proto.no_prefix_cache,
+        priority=priority_from_proto(proto.priority, f"{path}.priority"),
     )

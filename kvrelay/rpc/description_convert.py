@@ -1,4 +1,4 @@
-"""Blocks, layouts, tickets, sampling, descriptions and load <-> protos. Knows the vocabulary, not who sends it.
+"""Blocks, layouts, tickets, descriptions and load <-> protos. Knows the vocabulary, not who sends it.
 
 Reading is strict: a missing or out-of-range field raises InvalidArgument with its path; unknown fields are ignored.
 """
@@ -6,8 +6,8 @@ Reading is strict: a missing or out-of-range field raises InvalidArgument with i
 from __future__ import annotations
 
 from kvrelay.blocks import DTYPE_BYTES, BlockCounts, BlockTable, KVLayout, Ticket, blocks_for
-from kvrelay.requests import Incarnation, Role, Sampling, WorkerId
-from kvrelay.rpc.fields import at_least, at_most, enum_of, number, one_of, only_one, positive, present, text
+from kvrelay.requests import Incarnation, Role, WorkerId
+from kvrelay.rpc.fields import at_least, at_most, enum_of, number, one_of, only_one, present, text
 from kvrelay.session import Load, ModelIdentity, WorkerDescription
 from kvrelay.v1 import common_pb2
 
@@ -72,25 +72,6 @@ def ticket_from_proto(proto: common_pb2.Ticket, path: str = "ticket") -> Ticket:
         epoch=proto.epoch,
         table=table,
         num_cached_blocks=at_most(proto.num_cached_blocks, used, f"{path}.num_cached_blocks"),
-    )
-
-
-def sampling_to_proto(sampling: Sampling) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed
-    )
-
-
-def sampling_from_proto(proto: common_pb2.SamplingParams, path: str = "sampling") -> Sampling:
-    """Between coordinator and worker every field is set: defaults belong to the public service."""
-    for name in ("temperature", "top_p", "top_k", "seed"):
-        present(proto, name, path)
-    positive(proto.top_p, f"{path}.top_p")
-    return Sampling(
-        temperature=number(proto.temperature, f"{path}.temperature"),
-        top_p=number(proto.top_p, f"{path}.top_p", high=1.0),
-        top_k=at_least(proto.top_k, 0, f"{path}.top_k"),
-        seed=proto.seed,
     )
 
 

@@ -19,6 +19,7 @@ from kvrelay.rpc.description_convert import (
     ticket_to_proto,
 )
 from kvrelay.rpc.fields import number, one_of, text
+from kvrelay.rpc.sampling_convert import add_logprobs, logprobs_from_proto
 from kvrelay.rpc.step_convert import add_steps, steps_from_proto
 from kvrelay.session import (
     MAX_FRAME_BYTES,
@@ -80,14 +81,16 @@ def _report_to_proto(report: Report) -> worker_pb2.Report:
 def _add_tokens(proto: worker_pb2.Report, tokens: tuple[TokenOut, ...]) -> None:
     """Assignments cost half of what keyword arguments cost, and zeros need none."""
     add = proto.tokens.add
-    for token in tokens:
+    for request_id, attempt, sequence, index, token_id, logprobs in tokens:
         out = add()
-        out.request_id = token.request_id
-        out.attempt = token.attempt
-        if token.sequence:
-            out.sequence = token.sequence
-        out.index = token.index
-        out.token_id = token.token_id
+        out.request_id = request_id
+        out.attempt = attempt
+        if sequence:
+            out.sequence = sequence
+        out.index = index
+        out.token_id = token_id
+        if logprobs is not None:
+            add_logprobs(out.logprobs, logprobs)
 
 
 def _split(whole: worker_pb2.Report) -> Iterator[worker_pb2.Report]:
@@ -151,7 +154,9 @@ def _tokens_from_proto(proto: worker_pb2.Report, path: str) -> tuple[TokenOut, .
         if not request_id:
             where = f"{path}.tokens[{len(out)}].request_id"
             raise InvalidArgument(f"{where} is missing or empty", field=where)
-        out.append(TokenOut(RequestId(request_id), token.attempt, token.sequence, token.index, token.token_id))
+        logprobs = logprobs_from_proto(token.logprobs) if token.HasField("logprobs") else None
+        of = RequestId(request_id)
+        out.append(TokenOut(of, token.attempt, token.sequence, token.index, token.token_id, logprobs))
     return tuple(out)
 
 

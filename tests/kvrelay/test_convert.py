@@ -23,7 +23,7 @@ from kvrelay.blocks import (
     blocks_for,
 )
 from kvrelay.errors import InvalidArgument, KVRelayError, Unimplemented
-from kvrelay.requests import Role, Sampling, StopRule
+from kvrelay.requests import Logprobs, Priority, Role, Sampling, StopRule
 from kvrelay.rpc import convert
 from kvrelay.rpc.description_convert import layout_from_proto, table_to_proto
 from kvrelay.v1 import common_pb2, link_pb2, worker_pb2
@@ -60,6 +60,25 @@ def tickets(draw: st.DrawFn) -> Ticket:
     return Ticket(draw(NAME), draw(U64), table, cached)
 
 
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+biases = st.dictionaries(st.integers(-(2**63), 2**63 - 1), FINITE, max_size=4).map(lambda d: tuple(sorted(d.items())))
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 2**63 - 1),
+    seed=U64,
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=FINITE,
+    frequency_penalty=FINITE,
+    logit_bias=biases,
+    grammar=TEXT,
+    logprobs=st.none() | st.integers(0, 2**63 - 1),
+)
+logprobs = st.builds(Logprobs, FINITE, st.lists(st.tuples(st.integers(0, 2**63 - 1), FINITE), max_size=3).map(tuple))
+
+
 @st.composite
 def works(draw: st.DrawFn) -> session.Work:
     ids = tuple(draw(st.lists(U32, min_size=1, max_size=20)))
@@ -68,19 +87,15 @@ def works(draw: st.DrawFn) -> session.Work:
         attempt=draw(U32),
         token_ids=ids,
         num_prompt_tokens=draw(st.integers(1, len(ids))),
-        sampling=Sampling(
-            temperature=draw(st.floats(0, 100)),
-            top_p=draw(st.floats(0, 1, exclude_min=True)),
-            top_k=draw(st.integers(0, 2**63 - 1)),
-            seed=draw(U64),
-        ),
-        stop=StopRule(draw(U32_POSITIVE), draw(st.frozensets(U32, max_size=4))),
+        sampling=draw(samplings),
+        stop=StopRule(draw(U32_POSITIVE), draw(st.frozensets(U32, max_size=4)), draw(U32)),
         tenant=draw(NAME),
         cache_salt=draw(TEXT),
         n=draw(U32_POSITIVE),
         deadline_s=draw(st.none() | SECONDS),
         traceparent=draw(TEXT),
         prefix_cache=draw(st.booleans()),
+        priority=draw(st.sampled_from(Priority)),
     )
 
 
@@ -126,7 +141,7 @@ commands = st.one_of(
     st.builds(session.Abort, NAME, U32, st.none() | U32),
     st.builds(session.Drain, SECONDS),
 )
-token_outs = st.builds(session.TokenOut, NAME, U32, U32, U32, st.integers(0, 2**63 - 1))
+token_outs = st.builds(session.TokenOut, NAME, U32, U32, U32, st.integers(0, 2**63 - 1), st.none() | logprobs)
 records = st.builds(
     session.ComputeRecord,
     NAME,
@@ -276,7 +291,7 @@ def test_frames_of_a_command_that_make_no_sense_are_refused():
         empty.feed(worker_pb2.Command(more_tokens=worker_pb2.MoreTokens()))
     flooded = convert.CommandAssembler()
     assert flooded.feed(over_the_wire(first)) is None
-    with pytest.raises(InvalidArgument, match="where 67634 were to come"):
+    with pytest.raises(InvalidArgument, match="where 67642 were to come"):
         flooded.feed(worker_pb2.Command(more_tokens=worker_pb2.MoreTokens(token_ids=[1] * 70_000)))
 
 
