@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from kvrelay.client.values import Choice, GenerateResult, HandOff, TokenEvent, Usage
 from kvrelay.errors import Internal
-from kvrelay.requests import Logprobs
+from kvrelay.rpc.sampling_convert import logprobs_from_proto
 from kvrelay.v1 import common_pb2, inference_pb2
 
 FINISH_REASONS: dict[int, str] = {
@@ -82,9 +82,8 @@ class StreamFold:
         due = len(events)
         if token.index != due:
             raise Internal(f"token {token.index} came where token {due} was due")
-        event = TokenEvent(
-            token.index, token.token_id, token.text, token.offset_s, received_s, sequence, _logprobs(token)
-        )
+        logprobs = logprobs_from_proto(token.logprobs) if token.HasField("logprobs") else None
+        event = TokenEvent(token.index, token.token_id, token.text, token.offset_s, received_s, sequence, logprobs)
         events.append(event)
         self._events.append(event)
         return event
@@ -117,13 +116,6 @@ class StreamFold:
         self._ended.add(choice.sequence)
         self._choices.append(choice)
         self.on_choice(choice)
-
-
-def _logprobs(token: inference_pb2.Token) -> Logprobs | None:
-    if not token.HasField("logprobs"):
-        return None
-    told = token.logprobs
-    return Logprobs(told.token, tuple((one.token_id, one.logprob) for one in told.top))
 
 
 def _hand_off(finished: inference_pb2.Finished) -> HandOff | None:
