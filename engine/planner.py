@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from engine.admission import Admission
 from engine.block_pool import BlockPool
 from engine.budgets import Budgets
@@ -48,11 +50,15 @@ class Planner:
         if not self._slices and (self._queues.running or self._queues.ready or self._queues.waiting):
             self._last_resort = True
             self._fill()
+            if not self._slices and self._queues.inverted:
+                self._room.preempt_all_running()
+                self._queues.fill_rows(self._budgets.max_sequences)
+                self._fill()
             self._last_resort = False
         return self._slices, self._planned
 
     def _fill(self) -> None:
-        """As a last resort, when nothing could run, anyone younger or waiting may be preempted."""
+        """As a last resort, when nothing could run, anyone of lower rank or waiting may be preempted."""
         left = self._plan_decodes(self._budgets.max_tokens)
         if self._slices and self._budgets.max_prefill_tokens is not None:
             left = min(left, self._budgets.max_prefill_tokens)
@@ -60,7 +66,7 @@ class Planner:
             left = min(left, self._max_prompt_tokens)
         left = self._plan_prompts(left)
         if self._last_resort and not self._queues.running and self._queues.waiting:
-            self._make_room(self._queues.waiting[0])
+            self._make_room(self._queues.lead())
         self._admit(left)
 
     def _plan_decodes(self, left: int) -> int:
@@ -78,14 +84,21 @@ class Planner:
         return left
 
     def _plan_prompts(self, left: int) -> int:
-        """Plan chunks of admitted prompts; returns the budget left."""
-        for seq in [s for s in self._queues.running if not s.planned and s.num_uncomputed > 1]:
+        """Plan chunks of admitted prompts, each after those that wait and go before it; returns the budget left."""
+        prompts = [s for s in self._queues.running if not s.planned and s.num_uncomputed > 1]
+        prompts.sort(key=attrgetter("turn"))
+        for seq in prompts:
+            if self._queues.waiting and self._queues.waiting[0].goes_before(seq):
+                left = self._admit(left, seq)
             if seq.running:
                 left -= self._plan_chunk(seq, left)
         return left
 
-    def _admit(self, left: int) -> None:
-        """Admit waiting prompts while budget, rows and blocks last; small ones may pass a big one MAX_PASSES times."""
+    def _admit(self, left: int, before: SequenceState | None = None) -> int:
+        """Admit waiting prompts while budget, rows and blocks last; small ones may pass a big one MAX_PASSES times.
+
+        before: only such as go before it. Returns the budget left.
+        """
         queues = self._queues
         passed: list[SequenceState] = []
         num_overtaken = 0
@@ -94,6 +107,8 @@ class Planner:
             if not left or len(queues.running) >= self._budgets.max_sequences:
                 break
             if self._admission.num_matched_blocks >= enough:
+                break
+            if before is not None and not queues.waiting[0].goes_before(before):
                 break
             seq = queues.waiting.popleft()
             if self._admission.run_if_fits(seq, try_hard=len(passed) < MATCHED_AHEAD):
@@ -106,6 +121,7 @@ class Planner:
         for seq in passed[:num_overtaken]:
             seq.times_passed += 1
         queues.waiting.extendleft(reversed(passed))
+        return left
 
     def _plan_chunk(self, seq: SequenceState, left: int) -> int:
         """Plan as many of its uncomputed tokens as the budget holds; returns how many, 0 if it must wait for blocks."""

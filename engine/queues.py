@@ -17,13 +17,21 @@ class Queues:
 
     def __init__(self) -> None:
         self.running: list[SequenceState] = []
-        """Oldest first."""
+        """By rank: of the highest class, the oldest first."""
         self.ready: deque[SequenceState] = deque()
-        """Own blocks for all known tokens and wait only for a row."""
+        """Own blocks for all known tokens and wait only for a row. By turn."""
         self.waiting: deque[SequenceState] = deque()
-        """Wait for blocks: preempted ones in front, then in order of arrival."""
+        """Wait for blocks: by turn, but of each class preempted ones in front."""
         self.promised = 0
         """Blocks granted to running sequences and not taken by them yet."""
+
+    def enter(self, seq: SequenceState, is_ready: bool) -> None:
+        """A sequence that has come: behind all but those of lower classes that it goes before."""
+        queue = self.ready if is_ready else self.waiting
+        at = len(queue)
+        while at and seq.goes_before(queue[at - 1]):
+            at -= 1
+        queue.insert(at, seq)
 
     def run(self, seq: SequenceState, promised: int) -> None:
         """Admit a sequence that was popped from its queue, with a promise of so many blocks."""
@@ -32,9 +40,14 @@ class Queues:
         seq.promised = promised
         self.promised += promised
         at = len(self.running)
-        while at and self.running[at - 1].arrival > seq.arrival:
+        while at and self.running[at - 1].rank > seq.rank:
             at -= 1
         self.running.insert(at, seq)
+
+    def fill_rows(self, max_sequences: int) -> None:
+        """Those that wait for nothing else get the rows that are free."""
+        while self.ready and len(self.running) < max_sequences:
+            self.run(self.ready.popleft(), promised=0)
 
     def use_promise(self, seq: SequenceState, num_blocks: int) -> None:
         """Blocks it took count against its promise first."""
@@ -55,18 +68,38 @@ class Queues:
         seq.promised = 0
 
     def send_back(self, seq: SequenceState) -> None:
-        """It lost its blocks: to the front of the waiting ones, unless it has a place there."""
+        """It lost its blocks: to the front of the waiting ones of its class, unless it has a place there."""
         if seq in self.waiting:
             return
         self.remove(seq)
-        self.waiting.appendleft(seq)
+        at = 0
+        while at < len(self.waiting) and self.waiting[at].goes_before(seq):
+            at += 1
+        self.waiting.insert(at, seq)
 
     def victims(self, seq: SequenceState, last_resort: bool) -> Iterator[SequenceState]:
-        """Running sequences younger than seq that are in no plan, youngest first; as a last resort also those
-        preempted often, and those that wait with blocks."""
-        younger = [s for s in reversed(self.running) if s.arrival > seq.arrival and not s.planned]
+        """Running sequences of lower rank than seq that are in no plan, the lowest first: of the lowest class, the
+        youngest. As a last resort also those preempted often, and those that wait with blocks, of no higher class."""
+        younger = [s for s in reversed(self.running) if s.rank > seq.rank and not s.planned]
         yield from (s for s in younger if s.preemptions < MAX_PREEMPTIONS)
         if last_resort:
             yield from (s for s in younger if s.preemptions >= MAX_PREEMPTIONS)
-            holders = [s for s in chain(self.ready, self.waiting) if s.block_ids and s is not seq]
-            yield from sorted(holders, key=lambda s: -s.arrival)
+            holders = [s for s in self.holders() if s is not seq and s.spec.priority <= seq.spec.priority]
+            yield from sorted(holders, key=lambda s: -s.rank)
+
+    def lead(self) -> SequenceState:
+        """The first of the highest class of those that wait for blocks, moved to their front."""
+        first = max(self.waiting, key=lambda s: s.spec.priority)
+        if first is not self.waiting[0]:
+            self.waiting.remove(first)
+            self.waiting.appendleft(first)
+        return first
+
+    @property
+    def inverted(self) -> bool:
+        """Whether one that waits with blocks is of a higher class than all that run."""
+        return bool(self.running) and any(s.spec.priority > self.running[0].spec.priority for s in self.holders())
+
+    def holders(self) -> Iterator[SequenceState]:
+        """Those that wait with blocks."""
+        return (s for s in chain(self.ready, self.waiting) if s.block_ids)

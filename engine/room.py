@@ -63,7 +63,7 @@ class Room:
         return lost
 
     def grow(self, seq: SequenceState, num_tokens: int, last_resort: bool) -> bool:
-        """Take the blocks that num_tokens more tokens need, from younger sequences if none are free."""
+        """Take the blocks that num_tokens more tokens need, from sequences of lower rank if none are free."""
         missing_slots = seq.num_computed + num_tokens - seq.slots
         if missing_slots <= 0:
             return True
@@ -126,6 +126,10 @@ class Room:
                 self._preempt_all([v for v in chosen if v.promised or not freed.isdisjoint(v.block_ids)], last_resort)
                 return True
         return False
+
+    def preempt_all_running(self) -> None:
+        """Nothing can run without what is held by some that wait and are of a higher class: they run instead."""
+        self._preempt_all(self._queues.running[::-1], last_resort=True)
 
     def _own_blocks(self, seq: SequenceState) -> Iterator[int]:
         """From the last one on, up to those that so many others refer to that preempting will hardly free them: a

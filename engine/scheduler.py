@@ -4,17 +4,19 @@ There is no prefill phase and no decode phase: each sequence has *known* tokens 
 a step computes some of the difference. A sequence whose prompt was computed elsewhere merely starts with more of them.
 
 The life of a sequence here:
-1. add: those that own blocks for all known tokens (handed over) are `ready`, the others `waiting` in FIFO order.
+1. add: those that own blocks for all known tokens (handed over) are `ready`, the others `waiting`. Who came first goes
+   first, but those of higher classes go before until CLASS_TURNS (engine.sequence) have come after it.
 2. admit: ready ones when a row is free; waiting ones when their whole known length + 1 fits into free blocks that are
    promised to nobody. Cached blocks of their prefix are held at once (engine.prefixes); the missing ones are promised,
    and taken as tokens are computed.
-3. schedule: decodes first, oldest first; then chunks of admitted prompts; then new prompts while budget is left.
+3. schedule: decodes first, by rank: of the highest class, the oldest first; then chunks of admitted prompts; then new
+   prompts while budget is left, but those of a higher class before the chunks of lower ones.
 4. apply: what was planned is computed, full blocks are published; a slice that reached the last known token samples
    one more, and with n > 1 one for each sequence that goes on from here: they share all blocks, the last partial one
    until somebody writes to it (engine.room).
-5. out of blocks: the youngest sequences not in this plan give theirs up (preempted), just enough of them, and go to the
-   front of the queue, swapped out or with nothing computed. If that would not suffice nobody is preempted and the
-   sequence waits. So the oldest always moves on.
+5. out of blocks: sequences of lower rank not in this plan give theirs up (preempted), the lowest first and just enough
+   of them, and go to the front of their class in the queue, swapped out or with nothing computed. If that would not
+   suffice nobody is preempted and the sequence waits. So the oldest of the highest class always moves on.
 6. end: a stop rule fires, a token cannot be drawn, or abort is called; the blocks are released. If a plan in flight
    uses them, that waits for apply; if the sequence ended with its prompt, for the next schedule, so that a push can
    retain them first.
@@ -135,7 +137,7 @@ class Scheduler:
         self._sequences[seq.spec.key] = seq
         self._queued_tokens += seq.num_uncomputed
         is_ready = seq.num_computed > 0 and (seq.num_uncomputed == 1 or seq.slots >= len(seq.known))
-        (self._queues.ready if is_ready else self._queues.waiting).append(seq)
+        self._queues.enter(seq, is_ready)
 
     def abort(self, key: SequenceKey) -> bool:
         """Forget a sequence and release its blocks, at apply if a plan in flight uses them. False if it is not here."""
@@ -157,8 +159,7 @@ class Scheduler:
         assert self._plan is None, f"step {self._num_steps} was not applied"
         while self._ended:
             self.room.release(self._ended.pop())
-        while self._queues.ready and len(self._queues.running) < self._budgets.max_sequences:
-            self._queues.run(self._queues.ready.popleft(), promised=0)
+        self._queues.fill_rows(self._budgets.max_sequences)
         slices, self._planned = self._planner.fill(max_prompt_tokens)
         room = self.room
         self._queued_tokens += room.take_lost() - self._admission.take_found()

@@ -13,6 +13,11 @@ from engine.prefix_cache import Entry
 from kvrelay.blocks import BlockKey, BlockTable, KeyChain
 from kvrelay.requests import SequenceSpec
 
+CLASS_RANK = 1 << 48
+"""More than sequences ever arrive: a class of priority counts more than any age."""
+CLASS_TURNS = 64
+"""A sequence that waits is passed by so many later ones of the next class, at most: a class counts as much as they."""
+
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
@@ -30,7 +35,6 @@ class SequenceState:
 
     __slots__ = (
         "aborted",
-        "arrival",
         "block_ids",
         "chain",
         "did_not_fit",
@@ -44,18 +48,23 @@ class SequenceState:
         "preemptions",
         "promised",
         "prompt_end",
+        "rank",
         "running",
         "shared_tail",
         "slots",
         "spec",
         "swapped",
         "times_passed",
+        "turn",
     )
 
     def __init__(self, spec: SequenceSpec, arrival: int, block_ids: tuple[int, ...], num_computed: int, slots: int):
         self.spec = spec
-        self.arrival = arrival
-        """Counts up with every sequence added: a smaller one is older and goes first."""
+        self.rank = arrival - int(spec.priority) * CLASS_RANK
+        """arrival counts up with every sequence added. The smaller rank moves on first and gives way last: the higher
+        class, and in a class the older one."""
+        self.turn = arrival - int(spec.priority) * CLASS_TURNS
+        """The smaller one is admitted first, and gets more of a step's tokens for its prompt."""
         self.known = list(spec.token_ids)
         self.num_computed = num_computed
         self.block_ids = block_ids
@@ -89,6 +98,10 @@ class SequenceState:
     @property
     def num_uncomputed(self) -> int:
         return len(self.known) - self.num_computed
+
+    def goes_before(self, other: SequenceState) -> bool:
+        """Whether it is of a higher class, and the other has not waited for too many others yet."""
+        return self.spec.priority > other.spec.priority and self.turn < other.turn
 
     @property
     def index(self) -> int:

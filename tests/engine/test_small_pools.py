@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,15 +17,17 @@ from specs import hash_engine, sequences_of, spec
 
 from engine.block_pool import BlockPool
 from engine.budgets import Budgets
-from engine.events import Finished, Preempted, Sampled
+from engine.events import Event, Finished, Preempted, Sampled
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
+from engine.plan import Plan
 from engine.scheduler import Scheduler
 from engine.swap_space import PreemptCosts
-from kvrelay.requests import Sampling, SequenceKey, SequenceSpec
+from kvrelay.requests import Priority, Sampling, SequenceKey, SequenceSpec
 
 BATCHES = 25
 WORKLOADS = 5000
+MIXED = 2500
 GROUPS = 3
 """Families of prompts that begin alike."""
 
@@ -71,6 +74,14 @@ def workload(seed: int) -> Workload:
     )
 
 
+def mixed(seed: int) -> Workload:
+    """The same, each of a class of its own; a higher one often comes when the pool is full."""
+    load, draw = workload(seed), random.Random(f"classes {seed}")
+    specs = tuple(replace(one, priority=draw.choice(list(Priority))) for one in load.specs)
+    arrive_at = tuple(sorted(draw.choice([0, at, draw.randint(0, 60)]) for at in load.arrive_at))
+    return replace(load, specs=specs, arrive_at=arrive_at)
+
+
 @cache
 def _reference(block_size: int) -> LocalEngine:
     return hash_engine(128, block_size)[0]
@@ -83,6 +94,7 @@ class Run:
         self.executor = HashExecutor(load.num_blocks, load.block_size, swap_blocks=load.swap_slots)
         self.scheduler = Scheduler(self.pool, load.block_size, load.budgets, swap_slots=load.swap_slots)
         self.scheduler.room.costs = PreemptCosts(load.mode, swap_s=1.0, compute_s=1.0)
+        self.classes = {one.key.request_id: one.priority for one in load.specs}
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.finished: Counter[SequenceKey] = Counter()
         self.preemptions: Counter[SequenceKey] = Counter()
@@ -116,13 +128,21 @@ class Run:
             assert not self.scheduler.has_work, f"nothing can run with {self.scheduler.queued_tokens} tokens queued"
             return
         self.computed += plan.num_tokens
-        for event in self.scheduler.apply(plan, self.executor.run(plan)):
+        events = self.scheduler.apply(plan, self.executor.run(plan))
+        self.check_classes(plan, events)
+        for event in events:
             if isinstance(event, Sampled):
                 assert event.index == len(self.tokens[event.key]), f"{event.key} lost or doubled a token"
                 self.tokens[event.key].append(event.token_id)
             self.finished[event.key] += isinstance(event, Finished)
             self.preemptions[event.key] += isinstance(event, Preempted)
         self.pool.check_integrity()
+
+    def check_classes(self, plan: Plan, events: Sequence[Event]) -> None:
+        """Nobody gave way in a step in which only lower classes went on."""
+        best = max(self.classes[rows.key.request_id] for rows in plan.slices)
+        gave_way = [self.classes[event.key.request_id] for event in events if isinstance(event, Preempted)]
+        assert best >= max(gave_way, default=best), f"classes {gave_way} gave way for {best}"
 
     def close(self) -> None:
         self.executor.close()
@@ -155,10 +175,19 @@ def check(load: Workload) -> None:
     assert run.scheduler.queued_tokens == 0
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_any_workload_on_any_small_pool_gives_the_tokens_of_each_sequence_alone(batch: int) -> None:
-    for seed in range(batch * WORKLOADS // BATCHES, (batch + 1) * WORKLOADS // BATCHES):
+def check_all(made: Callable[[int], Workload], seeds: range) -> None:
+    for seed in seeds:
         try:
-            check(workload(seed))
+            check(made(seed))
         except AssertionError as error:
             raise AssertionError(f"workload {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_any_workload_on_any_small_pool_gives_the_tokens_of_each_sequence_alone(batch: int) -> None:
+    check_all(workload, range(batch * WORKLOADS // BATCHES, (batch + 1) * WORKLOADS // BATCHES))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_so_does_any_of_several_classes_of_priority(batch: int) -> None:
+    check_all(mixed, range(batch * MIXED // BATCHES, (batch + 1) * MIXED // BATCHES))
