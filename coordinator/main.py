@@ -12,6 +12,8 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import structlog
@@ -32,7 +34,7 @@ from coordinator.steps_heard import StepsHeard
 from coordinator.telling import Telling
 from coordinator.text import Tokenizing
 from kvrelay.config import CoordinatorConfig
-from kvrelay.errors import KVRelayError, Unavailable
+from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
 from kvrelay.rpc.interceptors import GENERATE, TracingInterceptor
 from kvrelay.rpc.process import settle
 from kvrelay.rpc.server import RpcServer
@@ -41,12 +43,16 @@ from kvrelay.telemetry.genai import to_collector
 from kvrelay.telemetry.metrics import MetricsServer
 from kvrelay.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, registry_pb2_grpc
 
+if TYPE_CHECKING:
+    from coordinator.http.server import HttpServer
+
 log = structlog.get_logger("coordinator")
 
 NOT_TRACED = tracing.Tracing(NoOpTracerProvider())
 
 EXIT_CONFIG = 78
 """The model cannot be served: starting again would not help."""
+HTTP_NEEDS = ("fastapi", "uvicorn", "httptools")
 GRACE_S = 10.0
 LAST_WORDS_S = 0.5
 """After the grace: how long the streams that were cut may take to send their status."""
@@ -56,10 +62,15 @@ INFERENCE = "kvrelay.v1.InferenceService"
 
 
 def run_coordinator(config: CoordinatorConfig, on_ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0, 1 when it could not start or go on, 78 for the model."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0, 1 when it could not start or go on, 78 for the model.
+
+    on_ready hears HOST:PORT, and with an OpenAI door also its URL behind a space. 78 too where that door's packages are
+    not installed.
+    """
     logging.setup(role="coordinator")
     try:
         model = load_model(config)
+        require_http(config)
     except KVRelayError as error:
         return _failed(error, EXIT_CONFIG)
     try:
@@ -82,10 +93,18 @@ async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callabl
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         address = await coordinator.start()
         settle()
-        on_ready(address)
+        on_ready(f"{address} http://{coordinator.http_address}" if coordinator.http_address else address)
         return await coordinator.serve(stopping)
     finally:
         telemetry.close()
+
+
+def require_http(config: CoordinatorConfig) -> None:
+    """FailedPrecondition where an OpenAI door is wanted and its packages are not there."""
+    missing = [name for name in HTTP_NEEDS if config.http and find_spec(name) is None]
+    if missing:
+        words = f"http: {missing[0]} is not installed; pip install 'kvrelay[http]' brings what the OpenAI door needs"
+        raise FailedPrecondition(words, field="http")
 
 
 class Coordinator:
@@ -93,7 +112,7 @@ class Coordinator:
 
     def __init__(self, config: CoordinatorConfig, model: ServedModel, traced: tracing.Tracing = NOT_TRACED) -> None:
         self._config = config
-        served, tells = Served(model.identity, config.executor), traced.is_on or bool(config.metrics)
+        served, tells = Served(model.identity, config.executor), traced.is_on or bool(config.metrics or config.http)
         self.roster = Roster(uuid4().hex, served, wants_steps=tells)
         self.dispatcher = Dispatcher(config, self.roster, StepsHeard(keep=traced.is_on))
         endpoint = config.otlp_endpoint
@@ -103,7 +122,7 @@ class Coordinator:
             self.dispatcher.steps,
             self.roster.clock_of,
             slow_s=config.trace_slow_s,
-            measures=bool(config.metrics),
+            measures=bool(config.metrics or config.http),
             gen_ai=self._gen_ai,
         )
         self.figures = self._telling.figures
@@ -116,8 +135,12 @@ class Coordinator:
             interceptors=[TracingInterceptor(traced.provider)],
         )
         self.server.edge.doors[GENERATE] = self.dispatcher.refusal
-        serving = Serving(model, self._tokenizing, self.dispatcher, self.roster, self._telling)
-        inference = InferenceService(serving)
+        self._traced = traced
+        self.serving = Serving(model, self._tokenizing, self.dispatcher, self.roster, self._telling)
+        self._http: HttpServer | None = None
+        self.http_address = ""
+        """HOST:PORT of the OpenAI door with its real port, once it serves."""
+        inference = InferenceService(self.serving)
         self.server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference, INFERENCE)
         self.server.add(
             model_pb2_grpc.add_ModelServiceServicer_to_server,
@@ -140,6 +163,8 @@ class Coordinator:
         port = self.server.bind(self._config.listen)
         if self._config.metrics:
             self._metrics_server = MetricsServer(self._config.metrics, self._metrics.collect)
+        if self._config.http:
+            self._http, self.http_address = await self._open_http(self._config.http)
         await self.server.start()
         readiness = Readiness(self.server, self.roster, INFERENCE)
         await readiness.start()
@@ -151,6 +176,18 @@ class Coordinator:
             loop.create_task(self._telling.run(), name="telling"),
         ]
         return f"{self._config.listen.rpartition(':')[0]}:{port}"
+
+    async def _open_http(self, address: str) -> tuple[HttpServer, str]:
+        """Imported only here: nobody else needs FastAPI."""
+        from coordinator.http.door import Door
+        from coordinator.http.server import HttpServer
+
+        collect, traced = self._metrics.collect, self._traced
+        door = Door(
+            self.serving, self.dispatcher, self.roster, collect, traced.provider, self._config.max_request_bytes
+        )
+        server = HttpServer(door)
+        return server, await server.start(address)
 
     async def serve(self, stopping: asyncio.Event) -> int:
         """Until `stopping` is set or a background task dies; then stops. Returns the exit code."""
@@ -165,11 +202,12 @@ class Coordinator:
 
     async def stop(self, grace_s: float) -> None:
         """Open calls get `grace_s`; those still open then end UNAVAILABLE. Idempotent."""
-        stopped = asyncio.ensure_future(self.server.stop(grace_s + LAST_WORDS_S))
-        done, _ = await asyncio.wait([stopped], timeout=grace_s)
-        if not done:
+        doors = [door for door in (self.server, self._http) if door is not None]
+        stopped = [asyncio.ensure_future(door.stop(grace_s + LAST_WORDS_S)) for door in doors]
+        _, pending = await asyncio.wait(stopped, timeout=grace_s)
+        if pending:
             self.dispatcher.end_all(Unavailable("the coordinator is shutting down", retry_after_s=1.0))
-        await stopped
+        await asyncio.gather(*stopped)
         for task in self._tasks:
             task.cancel()
         self._telling.tell_steps()

@@ -28,7 +28,8 @@ class Limits:
 class RawRequest:
     """None where a field was absent. Exactly one of text, token_ids and chat should be set.
 
-    left_out: tokens that the door has cut off already, for truncate_prompt, in front of token_ids.
+    left_out: tokens that the door has cut off already, for truncate_prompt, in front of token_ids. usual_tokens: most
+    tokens of the output where max_tokens is absent and there is room for so many; None: as many as there is room for.
     """
 
     model: str = ""
@@ -40,6 +41,7 @@ class RawRequest:
     top_k: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    usual_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -10,6 +10,7 @@ import functools
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from uuid import uuid4
 
 import structlog
@@ -92,6 +93,13 @@ class Serving:
         validate.check_model(model, self.limits)
         check_unicode("text", text)
         return await self.tokenizing.encode(text, add_special_tokens)
+
+    async def prompt_tokens(self, raw: RawRequest) -> tuple[int, ...]:
+        """The tokens that the prompt of such a request has, as `open` makes them. Raises as it does."""
+        limits = self.limits
+        validate.check(raw, limits)
+        token_ids, _ = await self._prompt(replace(raw, prefix_cache=False), limits)
+        return token_ids
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         limits = self.limits

@@ -101,7 +101,8 @@ def fit(raw: RawRequest, num_prompt_tokens: int, limits: Limits) -> StopRule:
     if min_tokens > room:
         raise wrong("min_tokens", f"must be 0 .. {room} ({reason}), not {shown(min_tokens)}")
     eos = () if raw.ignore_eos else limits.eos_token_ids
-    return StopRule(raw.max_tokens or room, frozenset(eos) | frozenset(raw.stop_token_ids), min_tokens)
+    usual = room if raw.usual_tokens is None else min(room, max(raw.usual_tokens, min_tokens))
+    return StopRule(raw.max_tokens or usual, frozenset(eos) | frozenset(raw.stop_token_ids), min_tokens)
 
 
 def check_model(model: str, limits: Limits) -> None:

@@ -44,6 +44,8 @@ class CoordinatorConfig:
     """A request whose first token, or any later one, took longer than this keeps its trace all the same; 0: none."""
     metrics: str = ""
     """HOST:PORT of the Prometheus endpoint; none if empty."""
+    http: str = ""
+    """HOST:PORT of the OpenAI door; none if empty."""
     die_with_parent: bool = False
 
 

@@ -210,7 +210,7 @@ def _checked(key: str, value: object, name: str) -> object:
         raise InvalidArgument(f"{name} must be at least {least}, not {value!r}", field=name)
     if key == "trace_ratio" and isinstance(value, float) and value > 1:
         raise InvalidArgument(f"{name} must be at most 1, not {value!r}", field=name)
-    if key == "listen" or (key in ("advertise", "metrics") and value):
+    if key == "listen" or (key in ("advertise", "metrics", "http") and value):
         _require_address(str(value), name)
     if key == "coordinators" and isinstance(value, tuple):
         for address in value:

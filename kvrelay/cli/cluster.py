@@ -175,7 +175,7 @@ class Cluster:
         while line := await _next_line(stream):
             text = line.decode("utf-8", "replace").rstrip()
             if text.startswith("ready "):
-                running.address = text.removeprefix("ready ")
+                running.address = text.split()[1]
                 running.ready.set()
             else:
                 running.last_lines.append(text)

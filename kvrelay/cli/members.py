@@ -20,10 +20,14 @@ KILL_AFTER_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """What `up` starts: the members, coordinator first, and where clients reach it. stop_grace_s: for all to end."""
+    """What `up` starts: the members, coordinator first, and where clients reach it. stop_grace_s: for all to end.
+
+    http: HOST:PORT of the OpenAI door, "" without one.
+    """
 
     up: UpConfig
     target: str
+    http: str
     members: tuple[Member, ...]
     stop_grace_s: float = STOP_GRACE_S
 
@@ -40,18 +44,19 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
     workers = [load_worker(role, placed, path=path, env=env) for role in Role]
     for worker in workers:
         require_model(worker)
-    host, port = claim_port(coordinator.listen)
-    target = f"{host}:{port}"
+    target = _claimed(coordinator.listen, "listen")
+    http = _claimed(coordinator.http, "http") if coordinator.http else ""
     common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
     metrics = metrics_addresses(coordinator.metrics, 1 + up.prefill + up.decode)
-    members = [Member("coordinator", _command("coordinator", CoordinatorConfig, {**options, "listen": target}, common))]
+    front = {**options, "listen": target, "http": http}
+    members = [Member("coordinator", _command("coordinator", CoordinatorConfig, front, common))]
     for role, count in ((Role.PREFILL, up.prefill), (Role.DECODE, up.decode)):
         for number in range(count):
             name = f"{role.value}-{number}"
             own = {**placed, "coordinators": reachable(target), "worker_id": name, "metrics": metrics[len(members)]}
             members.append(Member(name, _command(role.value, WorkerConfig, own, common)))
     stop_grace_s = max(STOP_GRACE_S, *(worker.drain_grace_s + KILL_AFTER_S for worker in workers))
-    return LocalPlan(up, target, tuple(members), stop_grace_s)
+    return LocalPlan(up, target, http, tuple(members), stop_grace_s)
 
 
 def metrics_addresses(address: str, count: int) -> list[str]:
@@ -73,7 +78,12 @@ def require_model(config: WorkerConfig) -> None:
         ModelConfig.from_dir(resolve(config.model))
 
 
-def claim_port(listen: str) -> tuple[str, int]:
+def _claimed(address: str, field: str) -> str:
+    host, port = claim_port(address, field)
+    return f"{host}:{port}"
+
+
+def claim_port(listen: str, field: str = "listen") -> tuple[str, int]:
     """(host, port) of an address nobody listens on; port 0 becomes a free one. Unavailable names a taken one."""
     host, port = parse_address(listen)
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
@@ -83,7 +93,7 @@ def claim_port(listen: str) -> tuple[str, int]:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise Unavailable(f"cannot listen on {listen}: {reason}", field="listen") from error
+            raise Unavailable(f"cannot listen on {listen}: {reason}", field=field) from error
         return host, int(probe.getsockname()[1])
 
 

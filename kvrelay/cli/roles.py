@@ -34,6 +34,7 @@ HELP = {
     "trace_ratio": "share of traces that is kept, 0 to 1",
     "trace_slow_s": "keep the trace of a request with a wait longer than this, whatever the ratio; 0: do not",
     "metrics": "HOST:PORT of a Prometheus endpoint",
+    "http": "HOST:PORT to serve OpenAI's HTTP API on, beside gRPC; default: off",
     "advertise": "HOST:PORT that others reach this worker at; default: the listen address",
     "coordinators": "coordinators to register with: A,B or the flag repeated",
     "worker_id": "name of this worker; default: drawn at start",

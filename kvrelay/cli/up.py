@@ -17,6 +17,7 @@ def up(
     ] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers (default 1).")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for clients (default 127.0.0.1:50061).")] = None,
+    http: Annotated[str | None, typer.Option(help="HOST:PORT of OpenAI's HTTP API beside it (default: off).")] = None,
     model: Annotated[str | None, typer.Option(help="Model id or a Hugging Face directory.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
     executor: Annotated[str | None, typer.Option(help="torch, hash or scripted.")] = None,
@@ -51,9 +52,9 @@ def up(
 ) -> None:
     """Start a coordinator and workers on this machine and keep them running.
 
-    Prints the line `ready HOST:PORT` on stdout once all of them serve. A process that dies, or is silent for 10 s, is
-    started again. SIGINT or SIGTERM ends all of them, after their streams or --drain-grace-s, and exits 0; 1 means that
-    the cluster could not serve, 78 that its configuration is wrong.
+    Prints the line `ready HOST:PORT` on stdout once all of them serve, with --http also http://HOST:PORT on it. A
+    process that dies, or is silent for 10 s, is started again. SIGINT or SIGTERM ends all of them, after their streams
+    or --drain-grace-s, and exits 0; 1 means that the cluster could not serve, 78 that its configuration is wrong.
     """
     options = {key: value for key, value in locals().items() if key != "config"}
     raise typer.Exit(_up(options, config))

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvrelay.cli.cluster import Cluster
-from kvrelay.cli.members import LocalPlan
+from kvrelay.cli.members import LocalPlan, reachable
 from kvrelay.cli.screen import Screen
 from kvrelay.cli.serve import Body
 from kvrelay.errors import KVRelayError
@@ -18,10 +18,10 @@ REFRESH_S = 1.0
 
 
 def keep_up(plan: LocalPlan, screen: Screen) -> Body:
-    """A body that prints `ready HOST:PORT` and never returns by itself."""
+    """A body that prints `ready HOST:PORT`, with the OpenAI door also its URL, and never returns by itself."""
 
     async def body(target: str, cluster: Cluster) -> int:
-        print(f"ready {plan.target}", flush=True)
+        print(f"ready {plan.target}" + (f" http://{reachable(plan.http)}" if plan.http else ""), flush=True)
         from kvrelay.cli.watchdog import watch
 
         async with asyncio.TaskGroup() as tasks:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,10 +25,8 @@ class MetricsServer:
 
     def __init__(self, address: str, collect: Callable[[], Iterable[Metric]]) -> None:
         host, port = parse_address(address)
-        registry = CollectorRegistry()
-        registry.register(_Collected(collect))
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+            self._server, self._thread = start_http_server(port, host.strip("[]"), _registry(collect))
         except OSError as error:
             words = f"cannot serve metrics on {address}: {error.strerror or error}"
             raise FailedPrecondition(words, field="metrics") from error
@@ -42,6 +40,17 @@ class MetricsServer:
         stopper.start()
         stopper.join(1.0)
         self._server.server_close()
+
+
+def exposition(collect: Callable[[], Iterable[Metric]]) -> bytes:
+    """What the endpoint answers, in Prometheus' text format."""
+    return generate_latest(_registry(collect))
+
+
+def _registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_Collected(collect))
+    return registry
 
 
 class _Collected(Collector):

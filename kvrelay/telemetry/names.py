@@ -27,6 +27,11 @@ RPC_SERVICE = "rpc.service"
 RPC_METHOD = "rpc.method"
 RPC_STATUS_CODE = "rpc.status_code"
 
+# HTTP
+HTTP_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
+
 # GenAI
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"

@@ -1,0 +1,57 @@
+"""POST /v1/completions: from its body to what is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.http.fields import HARMLESS, Common, common
+from coordinator.http.generation import Asked
+from coordinator.http.parsing import parse, refuse, wrong
+from coordinator.http.prompts import Prompt, prompts_of
+from coordinator.http.schemas import Completions, Generate
+from coordinator.http.shapes import COMPLETION
+from coordinator.raw import RawRequest
+from kvrelay.errors import Unimplemented
+
+USUAL_TOKENS = 16
+"""Most tokens of an answer where the body says nothing, as in OpenAI's API."""
+
+
+def completions(raw: bytes | bytearray, label: str) -> Asked:
+    """label: from the header x-request-id. InvalidArgument or Unimplemented names the field."""
+    body = parse(Completions, raw)
+    refuse(body, HARMLESS, ("suffix", "prompt_embeds"))
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise Unimplemented("best_of: is not supported, but for the same number as n", field="best_of")
+    if body.echo and body.logprobs is not None:
+        raise Unimplemented("logprobs: are not computed for a prompt, so not together with echo", field="logprobs")
+    both = common(body, label)
+    prompts = prompts_of(body.prompt)
+    requests = tuple(_request(body, both, prompt) for prompt in prompts)
+    names = dict(both.names)
+    if isinstance(body.prompt, list) and len(prompts) == 1 and isinstance(prompts[0], str):
+        names["text"] = "prompt[0]"
+    says_usage, counts = options(body)
+    return Asked(COMPLETION, requests, names, bool(body.stream), says_usage, counts)
+
+
+def _request(body: Completions, both: Common, prompt: Prompt) -> RawRequest:
+    given: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+    return RawRequest(
+        **both.fields,
+        **given,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+        add_special_tokens=body.add_special_tokens is not False,
+        usual_tokens=USUAL_TOKENS,
+    )
+
+
+def options(body: Generate) -> tuple[bool, bool]:
+    """(whether the stream ends with its usage, whether each chunk says it)."""
+    asked = body.stream_options
+    if asked is None:
+        return False, False
+    if not body.stream:
+        raise wrong("stream_options", "is only for stream: true")
+    return bool(asked.include_usage), bool(asked.include_usage and asked.continuous_usage_stats)

@@ -1,0 +1,82 @@
+"""From the bytes of a body to what it says, and the first thing wrong with it by the name that the caller wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvrelay.errors import InvalidArgument, Unimplemented
+
+B = TypeVar("B", bound=BaseModel)
+
+HARMLESS: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values of a field that is not supported which ask for nothing."""
+
+
+def parse(kind: type[B], raw: bytes | bytearray) -> B:
+    """InvalidArgument for what is no JSON, no object or of a wrong type."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    except UnicodeError:
+        raise InvalidArgument("the body is not UTF-8") from None
+    if first["type"] == "json_invalid":
+        raise InvalidArgument(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if not first["loc"]:
+        raise InvalidArgument("the body must be a JSON object")
+    raise wrong(path_of(first["loc"]), first["msg"][:1].lower() + first["msg"][1:])
+
+
+def path_of(location: Iterable[int | str]) -> str:
+    """a.b[2] of ("a", "b", 2). What a union tried is left out: it stands behind the field itself."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not any(c in part for c in "[(,") and part not in ("str", "int"):
+            path += f".{part}" if path else part
+    return path
+
+
+def refuse(body: BaseModel, harmless: Mapping[str, tuple[Any, ...]], names: Iterable[str]) -> None:
+    """Unimplemented names the first of these fields that asks for anything. harmless: further values that do not."""
+    for name in names:
+        value = getattr(body, name)
+        if not any(value is none or (value == none and type(value) is type(none)) for none in HARMLESS):
+            if value in harmless.get(name, ()):
+                continue
+            raise Unimplemented(f"{name}: is not supported", field=name)
+
+
+def strings(field: str, value: Any) -> tuple[str, ...]:
+    """A string, a list of strings or null."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise wrong(field, "must be a string or a list of strings")
+    for at, one in enumerate(value):
+        if not isinstance(one, str):
+            raise wrong(f"{field}[{at}]", "must be a string")
+    return tuple(value)
+
+
+def schema_text(field: str, schema: Any) -> str:
+    """A JSON schema as text: an object, or text that is JSON already."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise wrong(field, f"is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise wrong(field, "must be a JSON schema, which is an object")
+    return json.dumps(schema)
+
+
+def wrong(field: str, must: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {must}", field=field)

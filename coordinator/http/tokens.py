@@ -1,0 +1,32 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from coordinator.http.calls import Call
+from coordinator.http.chat_completions import variables_of
+from coordinator.http.parsing import parse, wrong
+from coordinator.http.prompts import messages_of
+from coordinator.http.schemas import Detokenize, Tokenize
+from coordinator.raw import RawRequest
+
+
+async def tokenize(call: Call) -> None:
+    """The tokens of a text, or of messages as a chat would send them to the model."""
+    body, serving = parse(Tokenize, await call.body()), call.door.serving
+    model, special = body.model or "", body.add_special_tokens
+    if body.messages is not None:
+        raw = RawRequest(
+            model=model, chat=messages_of(body.messages), tools=body.tools, template_variables=variables_of(body)
+        )
+        token_ids = list(await serving.prompt_tokens(raw))
+    elif body.prompt is not None:
+        token_ids = await serving.tokenize(model, body.prompt, special is not False)
+    else:
+        raise wrong("prompt", "one of prompt and messages must be set")
+    await call.answer({"count": len(token_ids), "max_model_len": serving.limits.context_limit, "tokens": token_ids})
+
+
+async def detokenize(call: Call) -> None:
+    body, serving = parse(Detokenize, await call.body()), call.door.serving
+    call.names = {"token_ids": "tokens"}
+    await call.answer({"prompt": await serving.detokenize(body.model or "", body.tokens)})
