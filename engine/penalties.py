@@ -18,11 +18,12 @@ def penalize(row: npt.NDArray[np.float32], sampling: Sampling, past: Past) -> No
     """
     known = np.array(past.token_ids, dtype=np.int64)
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(known)
+        seen = np.flatnonzero(np.bincount(known))
         logits = row[seen].astype(np.float64)
         with np.errstate(over="ignore"):
             divided, multiplied = logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
             row[seen] = np.minimum(np.where(logits > 0.0, divided, multiplied), _GREATEST)
     if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-        said, times = np.unique(known[past.num_prompt_tokens :], return_counts=True)
-        row[said] -= sampling.presence_penalty + sampling.frequency_penalty * times
+        times = np.bincount(known[past.num_prompt_tokens :])  # by token id
+        said = np.flatnonzero(times)
+        row[said] -= sampling.presence_penalty + sampling.frequency_penalty * times[said]
