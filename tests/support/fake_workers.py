@@ -3,7 +3,7 @@
 Each command that arrives is kept in `got`. What the worker answers is a test's to choose: `hold` names steps that wait
 until they are let go: "reserve", "token0", "landed", "decode", "token N" (decode's, by index). Tokens are 97, 98, ...
 by index, or those of `script`; sequence s of several has them s further on, or those of `scripts[s]`, also when it goes
-on as a request of its own.
+on as a request of its own. Asked for log-probabilities it says those that `logprobs_of` makes up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrelay.blocks import BlockCounts, BlockTable, KVLayout, Ticket, blocks_for
 from kvrelay.models.builtin import BUILTIN_EOS, builtin_identity
-from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
+from kvrelay.requests import Incarnation, Logprobs, RequestId, Role, Sampling, WorkerId
 from kvrelay.rpc.announce import announce
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.convert import CommandAssembler, report_to_protos
@@ -188,7 +188,10 @@ class FakeWorker:
     def _say_first(self, work: Work) -> None:
         """The first token of each sequence, in one report with what computing the prompt took."""
         rid, attempt, first = work.request_id, work.attempt, len(work.token_ids) - work.num_prompt_tokens
-        tokens = tuple(TokenOut(rid, attempt, s, first, token) for s, token in enumerate(self._firsts(work)))
+        tokens = tuple(
+            TokenOut(rid, attempt, s, first, token, logprobs_of(work.sampling, first, token))
+            for s, token in enumerate(self._firsts(work))
+        )
         record = ComputeRecord(rid, attempt, 0.001, 0.002, ((0.001, 0.002, 5),), self.cached_tokens)
         self.say(Report(tokens=tokens, records=(record,), load=self.load()))
 
@@ -215,7 +218,8 @@ class FakeWorker:
             token = self._token_at(index, sequence)
             reason = work.stop.finish_of(index, token)
             ended = (Ended(rid, attempt, at, reason.value),) if reason else ()
-            self.say(Report(tokens=(TokenOut(rid, attempt, at, index, token),), ended=ended, load=self.load()))
+            out = TokenOut(rid, attempt, at, index, token, logprobs_of(work.sampling, index, token))
+            self.say(Report(tokens=(out,), ended=ended, load=self.load()))
             if reason and not self.forever:
                 return
             index += 1
@@ -228,6 +232,13 @@ class FakeWorker:
         if script is None:
             return 97 + (index + sequence) % 26
         return script[index] if index < len(script) else BUILTIN_EOS
+
+
+def logprobs_of(sampling: Sampling, index: int, token_id: int) -> Logprobs | None:
+    """No two tokens of a request have the same ones."""
+    if sampling.logprobs is None:
+        return None
+    return Logprobs(-index - token_id / 1024, tuple((t, -index - t / 1024) for t in range(sampling.logprobs)))
 
 
 def _sequences(work: Work) -> range:
