@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.executor import Executor
 from engine.hash_executor import HashExecutor, hash_layout
@@ -16,6 +17,9 @@ from kvrelay.models.catalog import resolve
 from kvrelay.models.config import ModelConfig, fingerprint
 from kvrelay.requests import Role
 from kvrelay.session import ModelIdentity
+
+if TYPE_CHECKING:
+    from engine.sampler import Draw, Floats, Masks
 
 MIB = 1024 * 1024
 HASH_BLOCKS = 4096
@@ -49,7 +53,14 @@ def build_executor(config: WorkerConfig) -> Executor:
     swap_blocks = swap_blocks_of(config, hash_layout(config.block_size))
     if config.executor == "hash":
         return HashExecutor(
-            num_blocks, config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, config.step_seconds, time.sleep, swap_blocks
+            num_blocks,
+            config.block_size,
+            BUILTIN_VOCAB,
+            BUILTIN_EOS,
+            config.step_seconds,
+            time.sleep,
+            swap_blocks,
+            _ByteGrammars(),
         )
     from engine.scripted_executor import ScriptedExecutor
 
@@ -64,6 +75,7 @@ def build_executor(config: WorkerConfig) -> Executor:
             config.step_seconds,
             time.sleep,
             swap_blocks,
+            _ByteGrammars(),
         )
     except ValueError as error:
         raise InvalidArgument(f"{config.script}: {error}", field="script") from error
@@ -77,10 +89,12 @@ def swap_blocks_of(config: WorkerConfig, layout: KVLayout) -> int:
 
 
 def _torch_executor(config: WorkerConfig) -> Executor:
+    from engine.grammars import Grammars
     from engine.torch_executor import TorchExecutor, TorchOptions, model_layout
 
     directory = resolve(config.model)
-    layout: KVLayout = model_layout(ModelConfig.from_dir(directory), config.dtype, config.block_size)
+    facts = ModelConfig.from_dir(directory)
+    layout: KVLayout = model_layout(facts, config.dtype, config.block_size)
     num_blocks = config.num_blocks or max(1, config.pool_mb * MIB // layout.block_bytes)
     options = TorchOptions(
         dtype=config.dtype,
@@ -90,7 +104,22 @@ def _torch_executor(config: WorkerConfig) -> Executor:
         attention=config.attention,
         swap_blocks=swap_blocks_of(config, layout),
     )
-    return TorchExecutor(directory, options, time.monotonic)
+    grammars = Grammars.of_directory(directory, facts.vocab, facts.eos_ids)
+    return TorchExecutor(directory, options, time.monotonic, grammars)
+
+
+class _ByteGrammars:
+    """Masks of the models that need no directory. Nothing is imported before the first grammar: they need no numpy."""
+
+    def __init__(self) -> None:
+        self._grammars: Masks | None = None
+
+    def disallow(self, row: Floats, draw: Draw) -> None:
+        if self._grammars is None:
+            from engine.grammars import Grammars
+
+            self._grammars = Grammars.of_bytes(BUILTIN_VOCAB, BUILTIN_EOS)
+        self._grammars.disallow(row, draw)
 
 
 def read_script(path: str) -> list[int]:
