@@ -33,10 +33,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """target: where clients reach it. pids: process id by name, `coordinator` and each worker's id."""
+    """target: where clients reach it. pids: process id by name, `coordinator` and each worker's id.
+
+    http: URL of the OpenAI door, "" without one.
+    """
 
     target: str
     pids: Mapping[str, int]
+    http: str = ""
 
     def usage(self) -> dict[str, Usage]:
         return {name: usage_of(pid) for name, pid in self.pids.items()}
@@ -62,7 +66,7 @@ def running(flags: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator
         words = process.stdout.readline().split()
         if words[:1] != ["ready"]:
             raise SystemExit(f"the cluster did not start:\n{log.read_text()[-3000:]}")
-        yield Running(words[1], _members(process.pid, words[1]))
+        yield Running(words[1], _members(process.pid, words[1]), *words[2:])
     finally:
         process.send_signal(signal.SIGTERM)
         try:
