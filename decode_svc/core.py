@@ -226,7 +226,7 @@ class DecodeCore:
             self._desk.counters["bad_start"] += 1
             return
         attempt.first_tokens = command.first_tokens
-        stop, index = attempt.work.stop, attempt.num_tokens - attempt.work.num_prompt_tokens
+        stop, index = attempt.work.stop, attempt.work.first_index
         attempt.sequences -= {s for s, t in enumerate(command.first_tokens) if stop.finish_of(index, t) is not None}
         if attempt.sequences:
             self._run_if_ready(attempt)

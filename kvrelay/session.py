@@ -71,6 +71,11 @@ class Work:
     prefix_cache: bool = True
     priority: Priority = Priority.NORMAL
 
+    @property
+    def first_index(self) -> int:
+        """Output index of the next token sampled."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:

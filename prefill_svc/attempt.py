@@ -49,7 +49,7 @@ def spec_of(key: SequenceKey, work: Work) -> SequenceSpec:
 
     Stop tokens are named only where they must not be drawn: none of them ends anything here.
     """
-    index = len(work.token_ids) - work.num_prompt_tokens
+    index = work.first_index
     return SequenceSpec(
         key=key,
         token_ids=work.token_ids,

@@ -26,6 +26,6 @@ def refuse_work(work: Work, max_context: int, vocab_size: int, draining: bool) -
         return refused(work, "InvalidArgument", f"a token id is outside 0 .. {vocab_size - 1}", "token_ids")
     if any(not 0 <= token < vocab_size for token, _ in work.sampling.logit_bias):
         return refused(work, "InvalidArgument", f"a token id is outside 0 .. {vocab_size - 1}", "sampling.logit_bias")
-    if work.stop.max_tokens <= len(work.token_ids) - work.num_prompt_tokens:
+    if work.stop.max_tokens <= work.first_index:
         return refused(work, "InvalidArgument", "nothing is left to generate", "max_tokens")
     return None

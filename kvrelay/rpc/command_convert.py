@@ -99,7 +99,7 @@ def _work_to_proto(work: Work) -> worker_pb2.Work:
         attempt=work.attempt,
         num_token_ids=len(work.token_ids),
         num_prompt_tokens=work.num_prompt_tokens,
-        first_index=len(work.token_ids) - work.num_prompt_tokens,
+        first_index=work.first_index,
         sampling=sampling_to_proto(work.sampling),
         max_tokens=work.stop.max_tokens,
         stop_token_ids=sorted(work.stop.stop_token_ids),

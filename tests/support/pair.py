@@ -18,6 +18,7 @@ from decode_svc.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.budgets import Budgets
 from engine.hash_executor import HashExecutor
+from engine.sampler import Masks
 from engine.scheduler import Scheduler
 from kvrelay.link import BlockData, PartManifest
 from kvrelay.requests import Incarnation, RequestId, WorkerId
@@ -60,12 +61,15 @@ class Pair:
         seed: int | None = None,
         verify_kv: bool = False,
         cache: bool = True,
+        grammars: Callable[[], Masks | None] = lambda: None,
     ) -> None:
+        """grammars: makes those of one engine; what the other one keeps must be of no use to it."""
         self.transport = transport
         self.rng = random.Random(seed) if seed is not None else None
         self.now = 1000.0
         refuses_late = transport == "grpc"
-        self.p_exec, self.d_exec = HashExecutor(prefill_blocks, 16, VOCAB), HashExecutor(decode_blocks, 16, VOCAB)
+        self.p_exec = HashExecutor(prefill_blocks, 16, VOCAB, grammars=grammars())
+        self.d_exec = HashExecutor(decode_blocks, 16, VOCAB, grammars=grammars())
         self.p_pool, self.d_pool = BlockPool(prefill_blocks, cache=cache), BlockPool(decode_blocks, cache=cache)
         layout = self.p_exec.layout
         budgets = Budgets(max_tokens=step_tokens)

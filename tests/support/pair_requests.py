@@ -7,27 +7,36 @@ from dataclasses import dataclass, field, replace
 
 from engine.block_pool import BlockPool
 from engine.budgets import Budgets
+from engine.events import Sampled
 from engine.hash_executor import HashExecutor
 from engine.local import LocalEngine
+from engine.sampler import Masks
 from engine.scheduler import Scheduler
 from kvrelay.blocks import Ticket
-from kvrelay.requests import RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
+from kvrelay.requests import Logprobs, RequestId, Sampling, SequenceKey, SequenceSpec, SessionId, StopRule
 from kvrelay.session import ComputeRecord, Ended, Pushed, Refused, TokenOut, Work
 
 SESSION = SessionId("s-1")
 VOCAB = 258
 
 
-def hash_reference(work: Work, sequence: int = 0) -> tuple[int, ...]:
-    """The tokens of the one-process path."""
-    executor = HashExecutor(512, 16, VOCAB)
+def hash_draws(work: Work, sequence: int = 0, grammars: Masks | None = None) -> list[tuple[int, Logprobs | None]]:
+    """The tokens of the one-process path, and what it says of each."""
+    executor = HashExecutor(512, 16, VOCAB, grammars=grammars)
     engine = LocalEngine(executor, Scheduler(BlockPool(512), 16, Budgets()))
     key = SequenceKey(SESSION, work.request_id, work.attempt)
     spec = SequenceSpec(key, work.token_ids, work.num_prompt_tokens, work.sampling.of_sequence(sequence), work.stop)
     try:
-        return tuple(engine.generate([spec])[key])
+        events = [event for event in engine.stream([spec]) if isinstance(event, Sampled)]
     finally:
         executor.close()
+    assert [event.index for event in events] == list(range(spec.first_index, spec.first_index + len(events)))
+    return [(event.token_id, event.logprobs) for event in events]
+
+
+def hash_reference(work: Work, sequence: int = 0) -> tuple[int, ...]:
+    """The tokens alone."""
+    return tuple(token for token, _ in hash_draws(work, sequence))
 
 
 def hash_references(work: Work) -> list[tuple[int, ...]]:
@@ -49,11 +58,14 @@ def work_of(name: str, tokens: tuple[int, ...], max_tokens: int = 20) -> Work:
 
 @dataclass
 class Request:
-    """said[s]: tokens of sequence s. endings: of each Ended, which sequence and why, in order."""
+    """said[s]: tokens of sequence s, and logprobs[s] what came with them. endings: of each Ended, which sequence and
+    why, in order.
+    """
 
     work: Work
     local: bool = False
     said: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[Logprobs | None]] = field(default_factory=list)
     ticket: Ticket | None = None
     started: bool = False
     ended: Ended | None = None
@@ -68,6 +80,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.said = [[] for _ in range(self.work.n)]
+        self.logprobs = [[] for _ in range(self.work.n)]
 
     @property
     def tokens(self) -> list[int]:
@@ -83,7 +96,8 @@ class Request:
     def is_over(self, sequence: int) -> bool:
         """Whether its last token ends it, or it was given up."""
         said, stop = self.said[sequence], self.work.stop
-        return sequence in self.dropped or (bool(said) and stop.finish_of(len(said) - 1, said[-1]) is not None)
+        index = self.work.first_index + len(said) - 1
+        return sequence in self.dropped or (bool(said) and stop.finish_of(index, said[-1]) is not None)
 
     @property
     def is_done(self) -> bool:
@@ -96,8 +110,10 @@ class Request:
 
     def token(self, out: TokenOut) -> None:
         said = self.said[out.sequence]
-        assert out.index == len(said), f"index {out.index} after {len(said)} tokens of sequence {out.sequence}"
+        index = self.work.first_index + len(said)
+        assert out.index == index, f"index {out.index} after {len(said)} tokens of sequence {out.sequence}"
         said.append(out.token_id)
+        self.logprobs[out.sequence].append(out.logprobs)
 
     def end(self, ended: Ended) -> None:
         """The request has ended with the Ended of its last sequence, or with the first failure."""
