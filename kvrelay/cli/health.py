@@ -16,6 +16,10 @@ from kvrelay.errors import KVRelayError, NotFound
 
 ABOUT = "Ask one process whether it is well (gRPC health): exit code 0 if it says SERVING, else 1."
 EXAMPLE = "kvrelay health 127.0.0.1:50061 --service kvrelay.v1.InferenceService"
+SERVICE_HELP = (
+    "one service of it, or at a coordinator a role: kvrelay.prefill, kvrelay.decode (docs/errors.md); "
+    "default: the whole process"
+)
 TIMEOUT_S = 3.0
 
 
@@ -38,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     default = os.environ.get("KVRELAY_TARGET") or DEFAULT_TARGET
     parser.add_argument("target", nargs="?", default=default, metavar="HOST:PORT", help=f"default {default}")
-    parser.add_argument("--service", default="", metavar="NAME", help="one service of it; default: the whole process")
+    parser.add_argument("--service", default="", metavar="NAME", help=SERVICE_HELP)
     parser.add_argument(
         "--timeout-s", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"for an answer (default {TIMEOUT_S:g})"
     )
