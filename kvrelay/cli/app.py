@@ -7,7 +7,7 @@ from functools import partial
 
 import typer
 
-from kvrelay.cli import bench, demo, doctor, drain, generate, health, models, plan, role_names, status, tbt, up
+from kvrelay.cli import bench, chat, demo, doctor, drain, generate, health, models, plan, role_names, status, tbt, up
 from kvrelay.cli.flags import Grouped, flat
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command(epilog=up.EXAMPLE)(up.up)
 app.command(cls=Grouped, epilog=generate.EXAMPLE)(flat(generate.generate))
+app.command(cls=Grouped, epilog=chat.EXAMPLE)(flat(chat.chat))
 app.command(epilog=status.EXAMPLE)(status.status)
 app.command(epilog=drain.EXAMPLE)(drain.drain)
 app.command(epilog=bench.EXAMPLE)(bench.bench)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kvrelay.client.options import SamplingOptions
+    from kvrelay.client.options import GenerateOptions
 
 DRAWING = "How tokens are drawn"
 
@@ -42,7 +42,7 @@ class SamplingFlags:
         typer.Option(rich_help_panel=DRAWING, metavar="ID=VALUE", help="Add to a token's logit; may be repeated."),
     ] = None
 
-    def options(self) -> SamplingOptions:
+    def options(self) -> GenerateOptions:
         """typer.BadParameter for what cannot be read."""
         return {
             "temperature": self.temperature,

@@ -10,13 +10,13 @@ import threading
 import time
 
 import pytest
+from support.served import Served
 
 from kvrelay import client as kv
 from kvrelay import errors
 from kvrelay.cli.ask import ask_cluster
 from kvrelay.client.fold import StreamFold
 from kvrelay.client.request import generate_request
-from kvrelay.rpc.server import RpcServer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -103,41 +103,11 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         raise errors.Unimplemented("drain is not built yet", field="worker_id")
 
 
-class Serving:
-    """The server on a loop and thread of its own, so that the sync client may block this one."""
-
-    def __init__(self) -> None:
-        self.inference = Inference()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.target = self.run(self._start())
-
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
-
-    async def _start(self) -> str:
-        self.server = RpcServer()
-        add = self.server.add
-        add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.inference, "kvrelay.v1.InferenceService")
-        add(model_pb2_grpc.add_ModelServiceServicer_to_server, Models(), "kvrelay.v1.ModelService")
-        add(admin_pb2_grpc.add_AdminServiceServicer_to_server, Admin(), "kvrelay.v1.AdminService")
-        port = self.server.bind("127.0.0.1:0")
-        await self.server.start()
-        return f"127.0.0.1:{port}"
-
-    def close(self) -> None:
-        self.run(self.server.stop(0))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
-        self.loop.close()
-
-
 @pytest.fixture
 def serving():
-    server = Serving()
-    yield server
-    server.close()
+    served = Served(Inference(), Models(), Admin())
+    yield served
+    served.close()
 
 
 class Synchronous:

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.served import Served
 
 from kvrelay import errors
-from kvrelay.rpc.server import RpcServer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -88,41 +88,11 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         )
 
 
-class Serving:
-    """The server with a loop and a thread of its own."""
-
-    def __init__(self) -> None:
-        self.inference = Inference()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.target = self.run(self._start())
-
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
-
-    async def _start(self) -> str:
-        self.server = RpcServer()
-        add = self.server.add
-        add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.inference, "kvrelay.v1.InferenceService")
-        add(model_pb2_grpc.add_ModelServiceServicer_to_server, Models(), "kvrelay.v1.ModelService")
-        add(admin_pb2_grpc.add_AdminServiceServicer_to_server, Admin(), "kvrelay.v1.AdminService")
-        port = self.server.bind("127.0.0.1:0")
-        await self.server.start()
-        return f"127.0.0.1:{port}"
-
-    def stop(self) -> None:
-        self.run(self.server.stop(0.1))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
-        self.loop.close()
-
-
 @pytest.fixture(scope="module")
-def serving() -> Iterator[Serving]:
-    serving = Serving()
-    yield serving
-    serving.stop()
+def serving() -> Iterator[Served]:
+    served = Served(Inference(), Models(), Admin())
+    yield served
+    served.close()
 
 
 def kvrelay(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
