@@ -93,7 +93,7 @@ async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callabl
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         address = await coordinator.start()
         settle()
-        on_ready(f"{address} http://{coordinator.http_address}" if coordinator.http_address else address)
+        on_ready(address if coordinator.http is None else f"{address} http://{coordinator.http.address}")
         return await coordinator.serve(stopping)
     finally:
         telemetry.close()
@@ -137,9 +137,8 @@ class Coordinator:
         self.server.edge.doors[GENERATE] = self.dispatcher.refusal
         self._traced = traced
         self.serving = Serving(model, self._tokenizing, self.dispatcher, self.roster, self._telling)
-        self._http: HttpServer | None = None
-        self.http_address = ""
-        """HOST:PORT of the OpenAI door with its real port, once it serves."""
+        self.http: HttpServer | None = None
+        """The OpenAI door, where there is one and once it serves."""
         inference = InferenceService(self.serving)
         self.server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference, INFERENCE)
         self.server.add(
@@ -164,7 +163,7 @@ class Coordinator:
         if self._config.metrics:
             self._metrics_server = MetricsServer(self._config.metrics, self._metrics.collect)
         if self._config.http:
-            self._http, self.http_address = await self._open_http(self._config.http)
+            self.http = await self._open_http(self._config.http)
         await self.server.start()
         readiness = Readiness(self.server, self.roster, INFERENCE)
         await readiness.start()
@@ -177,7 +176,7 @@ class Coordinator:
         ]
         return f"{self._config.listen.rpartition(':')[0]}:{port}"
 
-    async def _open_http(self, address: str) -> tuple[HttpServer, str]:
+    async def _open_http(self, address: str) -> HttpServer:
         """Imported only here: nobody else needs FastAPI."""
         from coordinator.http.door import Door
         from coordinator.http.server import HttpServer
@@ -187,7 +186,8 @@ class Coordinator:
             self.serving, self.dispatcher, self.roster, collect, traced.provider, self._config.max_request_bytes
         )
         server = HttpServer(door)
-        return server, await server.start(address)
+        await server.start(address)
+        return server
 
     async def serve(self, stopping: asyncio.Event) -> int:
         """Until `stopping` is set or a background task dies; then stops. Returns the exit code."""
@@ -202,7 +202,7 @@ class Coordinator:
 
     async def stop(self, grace_s: float) -> None:
         """Open calls get `grace_s`; those still open then end UNAVAILABLE. Idempotent."""
-        doors = [door for door in (self.server, self._http) if door is not None]
+        doors = [door for door in (self.server, self.http) if door is not None]
         stopped = [asyncio.ensure_future(door.stop(grace_s + LAST_WORDS_S)) for door in doors]
         _, pending = await asyncio.wait(stopped, timeout=grace_s)
         if pending:
