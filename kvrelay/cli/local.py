@@ -5,6 +5,7 @@ Validation, tokenizing and the text path are the coordinator's own; scheduler an
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import time
@@ -12,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
-from coordinator.constraints import compile_grammar
+from coordinator.compiling import Compiling
+from coordinator.constraints import Constraint
 from coordinator.output import OutputText, output_texts
 from coordinator.raw import Limits, RawRequest
 from coordinator.request_wire import raw_request
@@ -75,8 +77,7 @@ def _generate(
     check(raw, limits)
     prompt_ids = _prompt_ids(raw, codec, limits)
     stop = fit(raw, len(prompt_ids), limits)
-    grammar = "" if raw.constraint is None else compile_grammar(raw.constraint)
-    sampling = sampling_of(raw, secrets.randbits(63), limits, grammar)
+    sampling = sampling_of(raw, secrets.randbits(63), limits, _grammar(raw.constraint, codec.directory))
     key = SequenceKey(SessionId(LOCAL), RequestId(f"local-{secrets.token_hex(8)}"), attempt=1)
     spec = SequenceSpec(key, prompt_ids, len(prompt_ids), sampling, stop, n=raw.n or 1)
     prompt_text = _echo(raw, prompt_ids, codec)
@@ -114,6 +115,16 @@ def _prompt_ids(raw: RawRequest, codec: TextCodec, limits: Limits) -> tuple[int,
         text, add_special_tokens = codec.template.render(raw.chat, raw.tools, raw.template_variables), False
     check_length(raw, text, codec.longest_token, limits)
     return last_of(tuple(codec.encode(text, add_special_tokens)), raw.truncate_prompt)
+
+
+def _grammar(constraint: Constraint | None, directory: str) -> str:
+    if constraint is None:
+        return ""
+    compiling = Compiling(directory)
+    try:
+        return asyncio.run(compiling.grammar(constraint))
+    finally:
+        compiling.close()
 
 
 def _echo(raw: RawRequest, prompt_ids: tuple[int, ...], codec: TextCodec) -> str:

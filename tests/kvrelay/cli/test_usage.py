@@ -18,6 +18,7 @@ from kvrelay.rpc.status import STATUS_TABLE
 COMMANDS = (
     ["up"],
     ["generate"],
+    ["chat"],
     ["status"],
     ["bench"],
     ["demo"],
