@@ -208,10 +208,9 @@ class PrefillCore:
             self._desk.end(attempt.key, event.reason.value)
 
     def _cannot_go_on(self, event: Failed) -> None:
-        """No token can follow. The ticket is left to decode, where the coordinator ends the attempt: if we ended it,
-        decode might be heard first, saying that its writer is lost, which is no fault of the request.
+        """All n are over with this step. The ticket is left to decode, where the coordinator ends the attempt: if we
+        did, decode might be heard first, saying that its writer is lost, which is no fault of the request.
         """
-        self._p.scheduler.abort(whole(event.key))
         self._desk.end(event.key, "failed", InvalidArgument.__name__, event.message)
 
     # 4. the hand-off's ending

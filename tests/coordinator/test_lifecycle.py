@@ -190,6 +190,23 @@ def test_another_refusal_is_the_clients_answer_and_keeps_class_and_field() -> No
 
 
 @pytest.mark.parametrize(
+    ("phase", "worker", "told"),
+    [(Phase.PREFILLING, P, [D]), (Phase.DECODING, D, [P])],
+)
+def test_a_worker_that_cannot_draw_a_token_ends_the_request_in_its_own_words(
+    phase: Phase, worker: WorkerId, told: list[WorkerId]
+) -> None:
+    """Nobody else could draw it: nothing moves."""
+    event = ev.WorkerEnded(worker, 0, "failed", "InvalidArgument", "the grammar allows no token")
+    state, actions = play(in_phase(phase), event)
+    assert state.phase is Phase.ENDED
+    assert actions[:-1] == [*(SendCommand(w, Abort(RID, 0)) for w in told), ReleasePlacement(P, D)]
+    assert isinstance(actions[-1], Fail)
+    error = actions[-1].error
+    assert (type(error), error.message) == (errors.InvalidArgument, "the grammar allows no token")
+
+
+@pytest.mark.parametrize(
     ("phase", "aborted"),
     [(Phase.QUEUED, []), (Phase.RESERVING, [D]), (Phase.PREFILLING, [D, P]), (Phase.DECODING, [D, P])],
 )

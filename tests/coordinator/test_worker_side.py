@@ -8,11 +8,11 @@ import pytest
 
 from coordinator.loads import WorkerLoad
 from coordinator.outbox import CommandOutbox
-from coordinator.stream import ITEM_BYTES, ErrorItem, StreamBuffer, TokenItem
+from coordinator.stream import ITEM_BYTES, LOGPROB_BYTES, ErrorItem, StreamBuffer, TokenItem
 from coordinator.views import Share
 from kvrelay.blocks import BlockCounts, KVLayout
 from kvrelay.errors import ResourceExhausted
-from kvrelay.requests import Incarnation, RequestId, Role, Sampling, StopRule, WorkerId
+from kvrelay.requests import Incarnation, Logprobs, RequestId, Role, Sampling, StopRule, WorkerId
 from kvrelay.session import (
     Abort,
     Command,
@@ -167,6 +167,16 @@ async def test_a_buffer_says_when_its_reader_is_too_slow() -> None:
     await stream.take()
     assert stream.put(ErrorItem(ResourceExhausted("x")))
     assert [type(await stream.take()) for _ in range(3)] == [TokenItem, TokenItem, ErrorItem]
+
+
+async def test_logprobs_count_towards_what_waits_and_are_given_back_when_taken() -> None:
+    item = TokenItem(0, 1, "ab", 0.0, logprobs=Logprobs(-0.5, ((1, -0.5), (2, -1.5))))
+    assert item.num_bytes == ITEM_BYTES + 2 + 3 * LOGPROB_BYTES
+    stream = StreamBuffer(item.num_bytes)
+    for _ in range(3):
+        assert stream.put(item)
+        assert await stream.take() is item
+    assert [stream.put(item), stream.put(item)] == [True, False]
 
 
 async def test_a_reader_that_waits_is_woken_by_what_is_put() -> None:

@@ -155,6 +155,14 @@ class FailingAt:
             raise GrammarFailed("no way on")
 
 
+def until_ended(pair: Pair, request: Request) -> None:
+    for _ in range(200):
+        if request.ended:
+            return
+        pair.turn()
+    raise AssertionError("the failed draw ended nothing")
+
+
 def failing_at(sequence: int, index: int) -> Callable[[], FailingAt]:
     return lambda: FailingAt(sequence, index)
 
@@ -170,8 +178,8 @@ def test_a_draw_that_cannot_be_made_ends_its_request_and_nothing_else(
     other = pair.submit(make_work("other", 50, 20, seed=3), local=local)
     work = a_work(replace(FULL, grammar="any"), StopRule(20), num_tokens=90, n=n)
     request = pair.submit(work, local=local)
-    while not request.ended:
-        pair.turn()
+    until_ended(pair, request)
+    assert request.ended is not None
     assert request.ended.reason == "failed"
     assert (request.ended.code, request.ended.message) == ("InvalidArgument", "no way on")
     at_prefill = index == 0 and not local
@@ -195,8 +203,7 @@ def test_a_prompt_whose_first_draw_fails_gives_all_back_whenever_decode_hears_of
     pair = Pair(grammars=failing_at(0, 0), step_tokens=32)
     request = pair.submit(a_work(replace(FULL, grammar="any"), StopRule(20), num_tokens=90))
     pair.hold_notifications = True
-    while not request.ended:
-        pair.turn()
+    until_ended(pair, request)
     for _ in range(turns):
         pair.turn()
     pair.hold_notifications = False

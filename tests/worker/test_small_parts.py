@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from support.pair_requests import make_work
 
 from kvrelay.blocks import BlockCounts
-from kvrelay.requests import RequestId, SequenceKey, SessionId, StopRule
+from kvrelay.requests import RequestId, Sampling, SequenceKey, SessionId, StopRule
 from kvrelay.session import Ended, Load, TokenOut, Work
 from worker.attempts import MAX_TOMBSTONES, Attempts, key_of
 from worker.outbox import Outbox
@@ -15,6 +15,7 @@ from worker.refusals import refuse_work
 from worker.throughput import Throughput
 
 S = SessionId("s")
+BIAS = "sampling.logit_bias"
 LOAD = Load(BlockCounts(8, 8))
 
 
@@ -86,6 +87,8 @@ def test_refusals_name_the_field() -> None:
         "context": (replace(good, token_ids=(1,) * 100, num_prompt_tokens=100), "InvalidArgument", "token_ids"),
         "vocabulary": (replace(good, token_ids=(1,) * 9 + (258,)), "InvalidArgument", "token_ids"),
         "negative": (replace(good, token_ids=(1,) * 9 + (-1,)), "InvalidArgument", "token_ids"),
+        "bias": (replace(good, sampling=Sampling(logit_bias=((3, 1.0), (258, 1.0)))), "InvalidArgument", BIAS),
+        "bias below": (replace(good, sampling=Sampling(logit_bias=((-1, 1.0),))), "InvalidArgument", BIAS),
         "nothing left": (replace(good, stop=StopRule(0)), "InvalidArgument", "max_tokens"),
     }
     found = {}
