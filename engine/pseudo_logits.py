@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,6 +29,11 @@ def pseudo_logits(digest: bytes, vocab_size: int, favourite: int, lead: float) -
     """
     raw = np.frombuffer(hashlib.shake_128(digest).digest(8 * vocab_size), "<u8")
     logits = np.empty(vocab_size, np.float32)
-    logits[np.argsort(raw, kind="stable")] = np.linspace(-SPREAD, SPREAD, vocab_size, dtype=np.float32)
+    logits[np.argsort(raw, kind="stable")] = _steps(vocab_size)
     logits[favourite] = SPREAD + lead
     return logits
+
+
+@lru_cache(maxsize=1)
+def _steps(vocab_size: int) -> Floats:
+    return np.linspace(-SPREAD, SPREAD, vocab_size, dtype=np.float32)
