@@ -20,11 +20,15 @@ STOP_TIMEOUT_S = 20.0
 
 
 class Cluster:
-    """target is the coordinator's address. Workers are looked up by id in the topology, never by name of process."""
+    """target is the coordinator's address. Workers are looked up by id in the topology, never by name of process.
 
-    def __init__(self, process: subprocess.Popen[str], target: str, log: Path) -> None:
+    http: URL of the OpenAI door; empty without one.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], target: str, log: Path, http: str = "") -> None:
         self.process = process
         self.target = target
+        self.http = http
         self.log = log
 
     def topology(self) -> list[dict[str, Any]]:
@@ -92,7 +96,8 @@ def start_cluster(log: Path, *flags: str) -> Cluster:
         process.kill()
         process.wait(5)
         raise
-    return Cluster(process, line.split()[1], log)
+    _, target, *http = line.split()
+    return Cluster(process, target, log, *http)
 
 
 @contextmanager
