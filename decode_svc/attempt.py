@@ -8,6 +8,7 @@ from engine.block_pool import BlockPool
 from engine.prefix_cache import Entry
 from engine.prefixes import Prefix
 from engine.scheduler import Scheduler
+from engine.sequence import turn_of
 from kvrelay.blocks import KVLayout, Ticket
 from kvrelay.requests import Incarnation, SequenceKey, SequenceSpec
 from kvrelay.session import Work
@@ -19,12 +20,13 @@ from kvtransfer.store import BlockStore
 class DecodeAttempt:
     """ticket None: still waiting for blocks, or computed here. block_ids: owned by us from landed until the scheduler
     takes them over. sequences: numbers of those that are not over. published: entry of the last full block, once
-    landed. num_pinned: blocks that nobody but its ticket holds, until landed.
+    landed. num_pinned: blocks that nobody but its ticket holds, until landed. arrival counts attempts up.
     """
 
     key: SequenceKey
     work: Work
     need: int
+    arrival: int
     ticket: Ticket | None = None
     landed: bool = False
     running: bool = False
@@ -40,6 +42,11 @@ class DecodeAttempt:
 
     def key_of(self, sequence: int) -> SequenceKey:
         return replace(self.key, sequence=sequence)
+
+    def goes_before(self, other: DecodeAttempt) -> bool:
+        """As the engine has it for sequences that wait: while few have gone before the other one."""
+        mine, others = self.work.priority, other.work.priority
+        return mine > others and turn_of(self.arrival, mine) < turn_of(other.arrival, others)
 
     @property
     def num_tokens(self) -> int:

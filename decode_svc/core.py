@@ -1,8 +1,9 @@
 """The decode life: KV in, tokens out. Runs on the engine thread; knows no sockets, protos or clocks.
 
 The life of an attempt here:
-1. Reserve: wait for blocks (FIFO), then a ticket: blocks that are cached already are held, the others RESERVED under a
-   fresh epoch, answered Reserved. Or, with local prefill, the prompt joins the batch here and nobody pushes.
+1. Reserve: wait for blocks (by class, then FIFO), then a ticket: blocks that are cached already are held, the others
+   RESERVED under a fresh epoch, answered Reserved. Or, with local prefill, the prompt joins the batch here and nobody
+   pushes.
 2. The prefill worker opens the ticket over its link and writes; the receiver table says when all has landed.
 3. Landed: the blocks become HELD, the full ones known by their keys. Start: the tokens that prefill sampled, one for
    each of n sequences. With both they join the batch with all but their last token computed, sharing the blocks.
@@ -22,6 +23,7 @@ from decode_svc.grants import MAX_PASSING_S, PoolRoom, next_grant
 from decode_svc.running import Running
 from engine.plan import Plan, Result
 from engine.prefix_cache import Entry
+from engine.queues import line_up
 from kvrelay.blocks import BlockTable, Ticket, blocks_for
 from kvrelay.fault_points import fault_point
 from kvrelay.liveness import SteadyClock
@@ -68,6 +70,7 @@ class DecodeCore:
         self._running = Running(parts, self._desk)
         self._waiting: deque[DecodeAttempt] = deque()
         self._head_since: float | None = None
+        self._num_reserves = 0
         self._epoch = 0
         self._planned_nothing = False
         self._planned_at = 0.0
@@ -105,12 +108,16 @@ class DecodeCore:
         if refusal is not None:
             self._desk.tell(key, refusal)
             return
-        attempt = DecodeAttempt(key, work, blocks_for(len(work.token_ids) + 1, self._p.layout.block_size))
+        need = blocks_for(len(work.token_ids) + 1, self._p.layout.block_size)
+        self._num_reserves += 1
+        attempt = DecodeAttempt(key, work, need, self._num_reserves)
         self._desk.attempts.add(attempt, now)
         if command.local_prefill:
             self._running.compute(attempt, now)
         else:
-            self._waiting.append(attempt)
+            late = self._head_since is not None and now - self._head_since >= MAX_PASSING_S
+            if line_up(self._waiting, attempt, keep=int(late)) == 0:
+                self._head_since = None
 
     def _refusal(self, key: SequenceKey, command: Reserve) -> Refused | None:
         work = command.work

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
+from typing import Protocol, Self, TypeVar
 
 from engine.sequence import SequenceState
 
 MAX_PREEMPTIONS = 4
 """Preemptions after which a sequence is spared, unless nothing could run otherwise."""
+
+
+class InTurn(Protocol):
+    def goes_before(self, other: Self, /) -> bool: ...
+
+
+T = TypeVar("T", bound=InTurn)
+
+
+def line_up(queue: deque[T], one: T, keep: int = 0) -> int:
+    """Behind all but those that it goes before, and behind the first `keep` anyhow; returns its place."""
+    at = len(queue)
+    while at > keep and one.goes_before(queue[at - 1]):
+        at -= 1
+    queue.insert(at, one)
+    return at
 
 
 class Queues:
@@ -26,12 +43,8 @@ class Queues:
         """Blocks granted to running sequences and not taken by them yet."""
 
     def enter(self, seq: SequenceState, is_ready: bool) -> None:
-        """A sequence that has come: behind all but those of lower classes that it goes before."""
-        queue = self.ready if is_ready else self.waiting
-        at = len(queue)
-        while at and seq.goes_before(queue[at - 1]):
-            at -= 1
-        queue.insert(at, seq)
+        """A sequence that has come."""
+        line_up(self.ready if is_ready else self.waiting, seq)
 
     def run(self, seq: SequenceState, promised: int) -> None:
         """Admit a sequence that was popped from its queue, with a promise of so many blocks."""

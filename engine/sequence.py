@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from engine.plan import Past, SequenceSlice
 from engine.prefix_cache import Entry
 from kvrelay.blocks import BlockKey, BlockTable, KeyChain
-from kvrelay.requests import SequenceSpec
+from kvrelay.requests import Priority, SequenceSpec
 
 CLASS_RANK = 1 << 48
 """More than sequences ever arrive: a class of priority counts more than any age."""
 CLASS_TURNS = 64
 """A sequence that waits is passed by so many later ones of the next class, at most: a class counts as much as they."""
+
+
+def turn_of(arrival: int, priority: Priority) -> int:
+    """The smaller one goes first of two that wait."""
+    return arrival - int(priority) * CLASS_TURNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class SequenceState:
         self.rank = arrival - int(spec.priority) * CLASS_RANK
         """arrival counts up with every sequence added. The smaller rank moves on first and gives way last: the higher
         class, and in a class the older one."""
-        self.turn = arrival - int(spec.priority) * CLASS_TURNS
+        self.turn = turn_of(arrival, spec.priority)
         """The smaller one is admitted first, and gets more of a step's tokens for its prompt."""
         self.known = list(spec.token_ids)
         self.num_computed = num_computed
