@@ -1,4 +1,4 @@
-"""Everything a request may ask of sampling, over hand-off, preemption and a worker killed in mid-stream: nothing changes.
+"""Everything a request may ask of sampling, over hand-off and a worker killed in mid-stream: nothing changes.
 
 The reference is one process (`generate --local`), token for token and log-probability for log-probability.
 """
@@ -12,12 +12,12 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from support.cluster import Cluster, running_cluster
+from support.door import until
 
 from kvrelay.cli.local import ask_local
 from kvrelay.client import AsyncClient, AsyncStream, Choice, GenerateOptions, GenerateResult
@@ -90,12 +90,10 @@ async def ask_all(target: str, tokens_before: int, then: Any = None) -> dict[str
             for number, (name, options) in enumerate(CASES.items())
         }
         reading = [asyncio.create_task(stream.collect()) for stream in streams.values()]
-        async with asyncio.timeout(100):
-            while min(len(stream.tokens) for stream in streams.values()) < tokens_before:
-                await asyncio.sleep(0.01)  # a poll, bounded
-            if then is not None:
-                then()
-            results = await asyncio.gather(*reading)
+        await until(lambda: min(len(stream.tokens) for stream in streams.values()) >= tokens_before, 60.0)
+        if then is not None:
+            then()
+        results = await asyncio.gather(*reading)
         return dict(zip(streams, results, strict=True))
 
 
@@ -160,10 +158,8 @@ async def test_constrained_answers_are_valid_200_times_of_200_with_a_worker_kill
                 jsonschema.validate(json.loads(result.text), SCHEMA)
 
         asked = [asyncio.create_task(ask(seed)) for seed in range(200)]
-        async with asyncio.timeout(100):
-            while len(migrations) < 20:
-                await asyncio.sleep(0.01)  # a poll, bounded
-            os.kill(cluster.pids()["decode-1"], signal.SIGKILL)
-            await asyncio.gather(*asked)
+        await until(lambda: len(migrations) >= 20, 60.0)
+        os.kill(cluster.pids()["decode-1"], signal.SIGKILL)
+        await asyncio.gather(*asked)
     assert len(migrations) == 200
     assert sum(migrations) > 0
