@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import assert_never
 
 from kvrelay.errors import InvalidArgument
@@ -35,8 +36,11 @@ FRAME_MARGIN = 256
 """Room for the headers around a frame's content."""
 
 
-def command_to_protos(command: Command) -> list[worker_pb2.Command]:
-    """The frames of one command, in order and to be sent with nothing between them."""
+def command_to_protos(command: Command) -> Iterable[worker_pb2.Command]:
+    """The frames of one command, in order and to be sent with nothing between them.
+
+    Those of a long prompt are made one at a time: who waits for each to be sent holds nobody else for all of them.
+    """
     match command:
         case Hello():
             hello = worker_pb2.Hello(
@@ -124,13 +128,15 @@ def _prefill_to_proto(prefill: Prefill) -> worker_pb2.Prefill:
     return proto
 
 
-def _split(command: worker_pb2.Command, token_ids: tuple[int, ...]) -> list[worker_pb2.Command]:
+def _split(command: worker_pb2.Command, token_ids: tuple[int, ...]) -> Iterator[worker_pb2.Command]:
     """Puts as many token ids into `command` as its frame holds, the rest into MoreTokens frames."""
     room = max(0, MAX_FRAME_BYTES - FRAME_MARGIN - command.ByteSize()) // TOKEN_BYTES
     _work_of(command).token_ids.extend(token_ids[:room])
     each = (MAX_FRAME_BYTES - FRAME_MARGIN) // TOKEN_BYTES
-    rest = (token_ids[start : start + each] for start in range(room, len(token_ids), each))
-    return [command, *(worker_pb2.Command(more_tokens=worker_pb2.MoreTokens(token_ids=ids)) for ids in rest)]
+    yield command
+    for start in range(room, len(token_ids), each):
+        more = worker_pb2.MoreTokens(token_ids=token_ids[start : start + each])
+        yield worker_pb2.Command(more_tokens=more)
 
 
 def _work_of(command: worker_pb2.Command) -> worker_pb2.Work:

@@ -270,7 +270,7 @@ def a_prefill() -> session.Prefill:
 @pytest.mark.parametrize("num_tokens", [1, 52_000, 200_000])
 def test_a_long_prompt_is_split_into_frames_under_the_limit_and_joined(num_tokens):
     command = session.Prefill(a_work(num_tokens), a_prefill().destination)
-    protos = convert.command_to_protos(command)
+    protos = list(convert.command_to_protos(command))
     assert max(p.ByteSize() for p in protos) <= session.MAX_FRAME_BYTES
     assert len(protos) == {1: 1, 52_000: 1, 200_000: 4}[num_tokens]
     assert assemble(protos) == [command]
@@ -284,7 +284,7 @@ def test_frames_of_a_command_that_make_no_sense_are_refused():
     interrupted = convert.CommandAssembler()
     assert interrupted.feed(over_the_wire(first)) is None
     with pytest.raises(InvalidArgument, match="a command is incomplete"):
-        interrupted.feed(convert.command_to_protos(session.Abort("r1", 1))[0])
+        interrupted.feed(next(iter(convert.command_to_protos(session.Abort("r1", 1)))))
     empty = convert.CommandAssembler()
     assert empty.feed(over_the_wire(first)) is None
     with pytest.raises(InvalidArgument, match="token_ids is missing"):
@@ -403,7 +403,7 @@ def test_wrong_items_of_a_report_are_named_with_their_index():
 
 
 def test_unknown_fields_are_ignored():
-    raw = convert.command_to_protos(session.Abort("r1", 2))[0].abort.SerializeToString()
+    raw = next(iter(convert.command_to_protos(session.Abort("r1", 2)))).abort.SerializeToString()
     newer = worker_pb2.Command(abort=worker_pb2.Abort.FromString(raw + b"\xfa\x3f\x03new"))
     assert convert.CommandAssembler().feed(newer) == session.Abort("r1", 2)
 

@@ -95,7 +95,7 @@ def test_a_long_prompt_with_a_long_grammar_and_many_biases_keeps_to_the_frames(n
     """The grammar as it is sent may be twice as long as its source: quotes and line ends are escaped."""
     sampling = Sampling(logit_bias=MANY_BIASES, grammar='x"' * 65_536, logprobs=20, repetition_penalty=1.1)
     command = Prefill(a_work(sampling, num_tokens=num_tokens), None)
-    frames = command_to_protos(command)
+    frames = list(command_to_protos(command))
     assert max(frame.ByteSize() for frame in frames) <= MAX_FRAME_BYTES
     assert len(frames) == {1: 1, 30_000: 2, 200_000: 5}[num_tokens]
     assert sent(command) == command
