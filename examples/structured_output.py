@@ -32,10 +32,10 @@ def person(client: Client) -> dict[str, object]:
 
 
 def verdict(client: Client, review: str) -> tuple[str, float]:
-    """One of two words, and the probability that the model itself gave to its tokens, before it was held to them."""
+    """One of two words, and the probability that the model gave to its first token before it was held to them."""
     question = [{"role": "user", "content": f"Is this review good or bad? {review}"}]
     result = client.generate(question, choice=["good", "bad"], temperature=0.0, logprobs=0).collect()
-    return result.text, math.exp(sum(one.token for one in result.logprobs))
+    return result.text, math.exp(result.logprobs[0].token)
 
 
 if __name__ == "__main__":

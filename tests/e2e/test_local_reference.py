@@ -1,4 +1,4 @@
-"""`generate --local` and a cluster answer the same request alike, whatever it asks for; a chat goes on when it is full."""
+"""`generate --local` and a cluster answer alike, whatever is asked for; a chat goes on where the context is full."""
 
 from __future__ import annotations
 
