@@ -147,6 +147,9 @@ class Clients:
         if at >= len(expected) or item.token_id != expected[at]:
             right = expected[at] if at < len(expected) else "none"
             raise Violation(f"{name}: token {at} is {item.token_id}, must be {right}")
+        said = history.answers[item.sequence].logprobs[at]
+        if item.logprobs != said:
+            raise Violation(f"{name}: token {at} came with {item.logprobs}, must be with {said}")
         seen.num_tokens += 1
         seen.text.append(item.text)
 

@@ -147,6 +147,20 @@ def asks_of(
         yield told[-1]
 
 
+def _reshaped(sampling: Sampling, rng: random.Random) -> Sampling:
+    """One in four asks for what depends on the tokens before it, and for log-probabilities."""
+    if rng.random() >= 0.25:
+        return sampling
+    return replace(
+        sampling,
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.7)),
+        frequency_penalty=rng.choice((0.0, 0.4)),
+        logit_bias=((rng.randrange(256), 9.0),),
+        logprobs=rng.choice((0, 3)),
+    )
+
+
 def _tokens(rng: random.Random, num: int) -> tuple[int, ...]:
     return tuple(rng.randrange(256) for _ in range(num))
 
@@ -169,7 +183,7 @@ def _ask(rng: random.Random, name: str, scenario: Scenario) -> Ask:
     return Ask(
         name=name,
         prompt_ids=_tokens(rng, length),
-        sampling=sampling,
+        sampling=_reshaped(sampling, random.Random(seed)),
         stop=StopRule(max_tokens, stop_ids),
         stop_strings=strings,
         deadline_s=rng.choice((0.3, 1.0, 5.0)) if "deadline" in scenario.faults and rng.random() < 0.3 else None,
