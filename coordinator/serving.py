@@ -64,9 +64,12 @@ class Serving:
         The caller calls `close` once, whatever happens.
         """
         limits = self.limits
-        if raw.token_ids is not None and len(raw.token_ids) >= MANY_TOKENS:
-            await asyncio.sleep(0)  # they have just been copied, and all streams stood
+        many = raw.token_ids is not None and len(raw.token_ids) >= MANY_TOKENS
+        if many:
+            await _others_first()  # they have just been copied
         validate.check(raw, limits)
+        if many:
+            await _others_first()
         label = labelled(raw.client_request_id)
         self._dispatcher.check_room(raw.max_tokens != 1)
         prompt = await self._prompt(raw, limits)
@@ -172,6 +175,12 @@ class Serving:
             keys=keys,
             priority=raw.priority,
         )
+
+
+async def _others_first() -> None:
+    """Lets everything run that is ready, as every stream stood for some time. The first turn only asks what is."""
+    for _ in range(2):
+        await asyncio.sleep(0)
 
 
 class Reading:
