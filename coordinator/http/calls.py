@@ -18,6 +18,7 @@ from opentelemetry.trace import Span
 from starlette.types import Receive, Scope, Send
 
 from coordinator.http.connection import connection_of
+from coordinator.http.counting import Counting
 from coordinator.http.door import Door
 from coordinator.http.errors import Headers, Rejected, error_body, meaning_of, retry_headers
 from coordinator.http.tracing import end_span
@@ -105,16 +106,18 @@ class Call:
             raise Rejected(415, "content-encoding: only identity is supported", "unsupported_encoding")
         if said.isdigit() and int(said) > limit:
             raise _too_large(limit)
-        body = bytearray()
+        body, counting = bytearray(), Counting()
         try:
             async with asyncio.timeout(BODY_S):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
+                    part = message.get("body", b"")
+                    body += part
                     if len(body) > limit:
                         raise _too_large(limit)
+                    counting.feed(part)
                     if not message.get("more_body"):
                         return body
         except TimeoutError:

@@ -9,7 +9,6 @@ from typing import Any
 from coordinator import validate
 from coordinator.constraints import Constraint, ConstraintKind
 from coordinator.http.parsing import refuse, schema_text, wrong
-from coordinator.http.parsing import strings as strings_of
 from coordinator.http.schemas import Generate
 from kvrelay.errors import Unimplemented
 from kvrelay.requests import Priority
@@ -30,6 +29,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
 }
 PRIORITIES = {name.lower(): priority for name, priority in Priority.__members__.items()}
+MAX_NUMBER = 1e300
+"""Of a bias, before it is looked at as a float: JSON has whole numbers that are none."""
 Given = tuple[str, Callable[[], Constraint]]
 """Where a constraint was written, and what makes it of what was written."""
 
@@ -45,7 +46,6 @@ class Common:
 def common(body: Generate, label: str) -> Common:
     """All but the prompt, log-probabilities and the default of max_tokens. label: from the header, which wins."""
     refuse(body, HARMLESS, REFUSED)
-    validate.check_logit_bias_count(len(body.logit_bias or ()))
     validate.check_stop_token_ids(len(body.stop_token_ids or ()))
     constraint, names = _constraint(body)
     if body.max_completion_tokens is not None:
@@ -53,7 +53,7 @@ def common(body: Generate, label: str) -> Common:
     fields: dict[str, Any] = {
         "model": body.model or "",
         "n": body.n,
-        "stop": strings_of("stop", body.stop),
+        "stop": _stops(body.stop),
         "seed": None if body.seed is None else body.seed % 2**64,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -78,12 +78,34 @@ def common(body: Generate, label: str) -> Common:
     return Common(fields, names)
 
 
-def _biases(biases: dict[str, float] | None) -> Iterator[tuple[int, float]]:
+def _stops(value: Any) -> tuple[str, ...]:
+    """A string, a list of strings or null."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise wrong("stop", "must be a string or a list of strings")
+    validate.check_stops(len(value))
+    for at, one in enumerate(value):
+        if not isinstance(one, str):
+            raise wrong(f"stop[{at}]", "must be a string")
+    return tuple(value)
+
+
+def _biases(biases: Any) -> Iterator[tuple[int, float]]:
     """Keys are token ids as text, as JSON has no others."""
-    for key, added in (biases or {}).items():
+    if biases is None:
+        return
+    if not isinstance(biases, dict):
+        raise wrong("logit_bias", "must be an object from token ids to numbers")
+    validate.check_logit_bias_count(len(biases))
+    for key, added in biases.items():
+        if type(added) not in (int, float) or abs(added) > MAX_NUMBER:
+            raise wrong(f"logit_bias[{key[:20]}]", "must be a number in -100 .. 100")
         if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) < 20):
             raise wrong("logit_bias", f"keys must be token ids, not {key[:40]!r}")
-        yield int(key), added
+        yield int(key), float(added)
 
 
 def _priority(value: int | str | None) -> Priority:

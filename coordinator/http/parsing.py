@@ -52,26 +52,12 @@ def refuse(body: BaseModel, harmless: Mapping[str, tuple[Any, ...]], names: Iter
             raise Unimplemented(f"{name}: is not supported", field=name)
 
 
-def strings(field: str, value: Any) -> tuple[str, ...]:
-    """A string, a list of strings or null."""
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        raise wrong(field, "must be a string or a list of strings")
-    for at, one in enumerate(value):
-        if not isinstance(one, str):
-            raise wrong(f"{field}[{at}]", "must be a string")
-    return tuple(value)
-
-
 def schema_text(field: str, schema: Any) -> str:
     """A JSON schema as text: an object, or text that is JSON already."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise wrong(field, f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise wrong(field, "must be a JSON schema, which is an object")

@@ -103,6 +103,6 @@ def _tool_call(at: str, call: Any) -> Any:
         return call
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise wrong(f"{at}.function.arguments", f"is not JSON: {error}") from None
     return {**call, "function": {**function, "arguments": parsed}}

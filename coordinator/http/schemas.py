@@ -1,7 +1,7 @@
 """The bodies that the door takes, by OpenAI's names and vLLM's. Types only: values are judged by coordinator.validate.
 
 Strict: a number in quotes is no number. Fields that are not listed are ignored, as clients of OpenAI's API expect.
-Prompts, stops and messages have several shapes; they are told apart in `prompts`, which names the very entry.
+What has several shapes, or too many entries to look at before they are counted, is told apart elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Generate(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
     min_tokens: Int64 | None = None

@@ -84,6 +84,8 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=CLOSE_S)
         for connection in list(connections):
             connection.transport.abort()
+        if tasks:  # their clients have gone now
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
 
 def listen(address: str) -> socket.socket:

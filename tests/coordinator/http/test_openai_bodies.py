@@ -254,7 +254,12 @@ def test_constraints_have_many_names(body: Any, constraint: Constraint | None, f
         (completion, {"prompt": ["a"] * 129}, InvalidArgument, "prompt"),
         (completion, {"stop_token_ids": [1, "a"]}, InvalidArgument, "stop_token_ids[1]"),
         (completion, {"logit_bias": {"a": 1}}, InvalidArgument, "logit_bias"),
-        (completion, {"logit_bias": {"1": "a"}}, InvalidArgument, "logit_bias.1"),
+        (completion, {"logit_bias": {"1": "a"}}, InvalidArgument, "logit_bias[1]"),
+        (completion, {"logit_bias": {"1": 10**400}}, InvalidArgument, "logit_bias[1]"),
+        (completion, {"logit_bias": [1]}, InvalidArgument, "logit_bias"),
+        (completion, {"logit_bias": {str(i): 1 for i in range(1025)}}, InvalidArgument, "logit_bias"),
+        (completion, {"stop": ["a"] * 17}, InvalidArgument, "stop"),
+        (completion, {"guided_json": "[" * 9999}, InvalidArgument, "guided_json"),
         (completion, {"priority": "urgent"}, InvalidArgument, "priority"),
         (completion, {"stream_options": {"include_usage": True}}, InvalidArgument, "stream_options"),
         (
