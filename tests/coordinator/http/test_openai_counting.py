@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.counting import MAX_NESTED, MAX_VALUES, Counting
+from coordinator.http.counting import MAX_PARTS, MAX_VALUES, Counting
 from coordinator.http.errors import Rejected
 
 TRICKY = ["a,b", "\\", '\\"', '"', '",[', "\\\\", "", "[{,", "é,\n", '\\",\\']
@@ -18,15 +18,17 @@ def counted(raw: bytes, cuts: list[int]) -> tuple[int, int]:
     counting = Counting()
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         counting.feed(raw[begin:end])
-    return counting._values, counting._nested
+    return counting._values, counting._parts
 
 
 def values_of(value: Any) -> tuple[int, int]:
-    """Commas, and lists and objects, of a value as json writes it."""
+    """Commas; and lists, objects and names; of a value as json writes it."""
     if not isinstance(value, list | dict):
         return 0, 0
     inner = [values_of(one) for one in (value.values() if isinstance(value, dict) else value)]
-    return max(0, len(inner) - 1) + sum(c for c, _ in inner), 1 + sum(n for _, n in inner)
+    return max(0, len(inner) - 1) + sum(c for c, _ in inner), 1 + sum(n for _, n in inner) + (
+        len(value) if isinstance(value, dict) else 0
+    )
 
 
 def test_strings_count_for_nothing_wherever_the_body_is_cut() -> None:
@@ -41,7 +43,7 @@ def test_strings_count_for_nothing_wherever_the_body_is_cut() -> None:
         assert counted(raw, cuts) == values_of(value), (raw, cuts)
 
 
-@pytest.mark.parametrize("value", [[1] * (MAX_VALUES + 2), [[1]] * (MAX_NESTED + 1), [{}] * (MAX_NESTED + 1)])
+@pytest.mark.parametrize("value", [[1] * (MAX_VALUES + 2), [[1]] * (MAX_PARTS + 1), [{}] * (MAX_PARTS + 1)])
 def test_too_much_is_refused(value: Any) -> None:
     with pytest.raises(Rejected) as refused:
         Counting().feed(json.dumps(value).encode())
