@@ -22,7 +22,7 @@ from coordinator.http.errors import Rejected, error_body, meaning_of
 from coordinator.http.generation import Asked, generate
 from coordinator.http.schemas import ChatCompletions, Completions, Detokenize, Tokenize
 from coordinator.http.tokens import detokenize, tokenize
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import Internal, KVRelayError
 from kvrelay.telemetry.metrics import exposition
 
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -43,6 +43,7 @@ class Worked(Response):
 def build_app(door: Door) -> FastAPI:
     app = FastAPI(title="KVRelay", version=version("kvrelay"), docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
     _add_posts(app, door)
     _add_gets(app, door)
     return app
@@ -124,6 +125,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     answer = _error(Rejected(error.status_code, words, CODES.get(error.status_code, "invalid_request")))
     answer.headers.update(error.headers or {})
     return answer
+
+
+async def _on_bug(_: Request, __: Exception) -> Response:
+    """Of a GET; uvicorn logs it."""
+    return _error(Internal("internal error; see the server's log"))
 
 
 def _error(error: KVRelayError) -> Response:

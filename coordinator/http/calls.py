@@ -162,7 +162,8 @@ class Call:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self._started, self.status = True, status
-        ids = [(name.encode(), value.encode("latin-1")) for name, value in self.ids.metadata]
+        said = ((name, value) for name, value in self.ids.metadata if value.isprintable())
+        ids = [(name.encode(), value.encode("latin-1")) for name, value in said]
         if not self.ids.label:
             ids.append((calls.LABEL_HEADER.encode(), self.ids.request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *ids]})

@@ -14,6 +14,7 @@ from kvrelay.errors import InvalidArgument, Unavailable
 from kvrelay.requests import Role
 
 WORKER_LISTEN = "127.0.0.1:0"
+CLAIMS = 3
 KILL_AFTER_S = 4.0
 """A worker that has not ended so long after its grace is killed."""
 
@@ -45,7 +46,7 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
     for worker in workers:
         require_model(worker)
     target = _claimed(coordinator.listen, "listen")
-    http = _claimed(coordinator.http, "http") if coordinator.http else ""
+    http = _claimed_beside(target, coordinator.http) if coordinator.http else ""
     common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
     metrics = metrics_addresses(coordinator.metrics, 1 + up.prefill + up.decode)
     front = {**options, "listen": target, "http": http}
@@ -81,6 +82,15 @@ def require_model(config: WorkerConfig) -> None:
 def _claimed(address: str, field: str) -> str:
     host, port = claim_port(address, field)
     return f"{host}:{port}"
+
+
+def _claimed_beside(target: str, http: str) -> str:
+    """InvalidArgument where both doors would have one address. A free port may be the one just given back."""
+    for _ in range(CLAIMS):
+        claimed = _claimed(http, "http")
+        if claimed != target:
+            return claimed
+    raise InvalidArgument(f"http: {http} is where gRPC listens; give each a port of its own", field="http")
 
 
 def claim_port(listen: str, field: str = "listen") -> tuple[str, int]:

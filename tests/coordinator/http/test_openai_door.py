@@ -148,6 +148,8 @@ async def test_a_caller_gets_back_its_own_id_and_ours(http: HttpDoor, pair: Pair
     assert none.headers["x-request-id"] == none.headers["x-kvrelay-request-id"]
     assert mine.json["id"] == f"cmpl-{mine.headers['x-kvrelay-request-id']}"
     assert (long.status, long.error["param"]) == (400, "x-request-id")
+    odd = await http.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, x_request_id="a\x7fb")
+    assert "x-request-id" not in odd.headers
 
 
 async def test_a_deadline_in_a_header_ends_the_request(http: HttpDoor, pair: Pair) -> None:
@@ -235,6 +237,16 @@ async def test_models_version_health_and_metrics(http: HttpDoor) -> None:
     assert (await http.get("/health")).status == 503
     schema = (await http.get("/openapi.json")).json
     assert {COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize"} <= set(schema["paths"])
+
+
+async def test_a_bug_behind_a_get_is_said_in_openais_shape(http: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(http.server.door, "collect", broken)
+    answer = await http.get("/metrics")
+    assert (answer.status, answer.error["type"]) == (500, "server_error")
+    assert b"secret" not in answer.body
 
 
 async def test_it_is_healthy_once_there_is_a_decode_worker(http: HttpDoor, pair: Pair) -> None:

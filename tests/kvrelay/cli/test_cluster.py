@@ -142,6 +142,17 @@ def test_a_plan_with_a_wrong_setting_is_refused():
         plan_local({"transport": "rdma"}, path="", env={}, parent_pid=1)
 
 
+def test_the_openai_door_is_the_coordinators_and_has_a_free_port_of_its_own():
+    plan = plan_local(
+        {"listen": "127.0.0.1:0", "http": "127.0.0.1:0", "executor": "hash"}, path="", env={}, parent_pid=1
+    )
+    assert plan.http not in ("", "127.0.0.1:0", plan.target)
+    told = [m.argv[m.argv.index("--http") + 1] for m in plan.members if "--http" in m.argv]
+    assert told == [plan.http]
+    with pytest.raises(InvalidArgument, match="is where gRPC listens"):
+        plan_local({"listen": plan.target, "http": plan.target, "executor": "hash"}, path="", env={}, parent_pid=1)
+
+
 def test_an_address_of_nobody_here_cannot_be_claimed():
     with pytest.raises(Unavailable, match=r"cannot listen on 203\.0\.113\.1:1"):
         claim_port("203.0.113.1:1")
