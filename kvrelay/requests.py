@@ -130,7 +130,7 @@ class StopRule:
 
     def finish_of(self, index: int, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id` at output index `index`, or None. Stop beats length at one index."""
-        if token_id in self.stop_token_ids and index >= self.min_tokens:
+        if token_id in self.stop_token_ids:  # also before min_tokens: it came because nothing else could
             return FinishReason.STOP
         return FinishReason.LENGTH if index + 1 >= self.max_tokens else None
 
