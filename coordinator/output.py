@@ -11,8 +11,9 @@ from coordinator.stops import StopAutomaton, StopStrings
 class OutputText:
     """Tokens that end the sequence (EOS, stop ids) have no text, nor has the stop string, unless include_stop.
 
-    The first min_tokens tokens end nothing: stop strings are looked for in the text of those after them. Raises
-    IndexError for ids outside the vocabulary.
+    Stop strings are looked for in the text of what follows the first min_tokens tokens. Among these a token that ends
+    the sequence is rare (a grammar allowed nothing else), and no other than later. Raises IndexError for ids outside
+    the vocabulary.
     """
 
     __slots__ = ("_detokenizer", "_free", "_hit", "_silent_ids", "_stops")
@@ -33,13 +34,13 @@ class OutputText:
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """(text that became certain, whether a stop string is complete). After a hit only `finish` may follow."""
-        if self._free:
+        free = self._free > 0
+        if free:
             self._free -= 1
-            return self._detokenizer.push(token_id), False
         if token_id in self._silent_ids:
             return "", False
         text = self._detokenizer.push(token_id)
-        if self._stops is None or not text:
+        if free or self._stops is None or not text:
             return text, False
         text, self._hit = self._stops.feed(text)
         return text, self._hit

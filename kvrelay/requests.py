@@ -116,8 +116,8 @@ class StopRule:
     """When an engine ends a sequence. Stop strings are the coordinator's business.
 
     max_tokens counts output tokens from index 0 of the request, over all attempts.
-    stop_token_ids holds the model's EOS ids too, unless the client asked to ignore them; none of them is drawn before
-    index min_tokens.
+    stop_token_ids holds the model's EOS ids too, unless the client asked to ignore them. Before index
+    min_tokens one of them is drawn only where a grammar allows nothing else, and ends the sequence there too.
     """
 
     max_tokens: int

@@ -68,8 +68,8 @@ class GenerateOptions(SamplingOptions, PromptOptions, ConstraintOptions, total=F
     """Options of a generation; what is absent or None takes the server's default.
 
     stop: strings that end the text, and are part of it only with include_stop, as is the text of stop tokens.
-    min_tokens: nothing but length ends the text before. skip_special_tokens: leave their text out (default True).
-    deadline_s: for the whole stream.
+    min_tokens: nothing but length ends the text before, or a constraint that leaves no other way.
+    skip_special_tokens: leave their text out (default True). deadline_s: for the whole stream.
     request_label: the caller's own name for the request, for logs; never a key. n: sequences from one prompt, each
     drawn from a seed of its own; see GenerateResult.choices. prefix_cache: False neither uses nor fills caches.
     priority: who goes first where not all can.

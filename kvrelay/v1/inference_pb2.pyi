@@ -158,7 +158,9 @@ class GenerateRequest(_message.Message):
     prefix_cache: _builtins.bool
     """false: neither use nor fill the cache of prompt blocks. Absent: true."""
     min_tokens: _builtins.int
-    """Neither EOS nor stop tokens nor stop strings end a sequence before it has so many tokens."""
+    """Neither EOS nor stop tokens nor stop strings end a sequence before it has so many tokens, unless its constraint
+    allows nothing but an end.
+    """
     include_stop: _builtins.bool
     """What ended the text, stop string or text of a stop token, is part of it."""
     echo: _builtins.bool

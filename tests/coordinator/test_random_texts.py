@@ -22,7 +22,7 @@ CUTS = "".join([" .  ", " n't ", "( ", "\t\r\n", "한국어 สวัสดี �
 
 @dataclass(frozen=True)
 class Case:
-    """How one sequence is asked for. min_tokens: this many tokens end nothing."""
+    """How one sequence is asked for. min_tokens: the text of this many tokens completes no stop string."""
 
     token_ids: list[int]
     stops: tuple[str, ...] = ()
@@ -158,9 +158,16 @@ def test_the_text_of_a_stop_token_is_in_once_or_not_at_all(last: int, skip: bool
     assert ("".join(pieces), hit) == (text, False)
 
 
-def test_a_stop_token_before_min_tokens_ends_nothing_and_has_its_text() -> None:
-    case = Case(list(b"yyyy"), min_tokens=2)
-    assert "".join(streamed(ByteCodec(), case, silent=frozenset({ord("y")}))[0]) == "yy"
+@pytest.mark.parametrize("least", range(4))
+def test_a_token_that_ends_the_sequence_has_no_text_before_min_tokens_either(least: int) -> None:
+    silent = frozenset({ord("o")})
+    assert streamed(ByteCodec(), Case(list(b"no"), min_tokens=least), silent)[0] == ["n", "", ""]
+    assert streamed(ByteCodec(), Case(list(b"no"), include=True, min_tokens=least), silent)[0] == ["n", "o", ""]
+
+
+def test_a_token_without_text_counts_towards_the_first_ones() -> None:
+    case = Case(list(b"oab"), ("ab",), min_tokens=1)
+    assert streamed(ByteCodec(), case, silent=frozenset({ord("o")})) == (["", "", "", ""], True)
 
 
 def test_stop_strings_are_looked_for_behind_the_first_tokens() -> None:
