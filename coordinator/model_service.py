@@ -40,4 +40,6 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             max_logit_bias=validate.MAX_LOGIT_BIAS,
             max_logprobs=validate.MAX_LOGPROBS,
             max_grammar_bytes=validate.MAX_GRAMMAR_BYTES,
+            max_text_bytes=validate.MAX_TEXT_BYTES,
+            max_token_ids=validate.MAX_TOKEN_IDS,
         )

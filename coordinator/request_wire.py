@@ -6,7 +6,6 @@ And counts, before anything is copied out of a message: a request may name a mil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 from coordinator import validate
@@ -73,16 +72,13 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> dict[str,
 
 def _chat(chat: inference_pb2.ChatMessages) -> dict[str, Any]:
     validate.check_messages(len(chat.messages))
-    validate.check_json_size(len(chat.tools_json) + len(chat.template_json) + _size_of_extras(chat.messages))
+    extras = [len(message.extra_json) for message in chat.messages if message.extra_json]
+    validate.check_json(len(chat.tools_json) + len(chat.template_json) + sum(extras), len(extras))
     return {
         "chat": tuple(_message(at, message) for at, message in enumerate(chat.messages)),
         "tools": _json("chat.tools_json", chat.tools_json, list),
         "template_variables": _json("chat.template_json", chat.template_json, dict),
     }
-
-
-def _size_of_extras(messages: Iterable[inference_pb2.ChatMessage]) -> int:
-    return sum(len(message.extra_json) for message in messages)
 
 
 def _message(at: int, message: inference_pb2.ChatMessage) -> Message:

@@ -21,6 +21,7 @@ from coordinator.live import Live, Times
 from coordinator.request_wire import raw_request
 from coordinator.serving import Reading, Serving
 from coordinator.stream import ErrorItem, FinishItem, StreamBuffer, TokenItem
+from coordinator.text import IDS_AT_ONCE
 from kvrelay.requests import FinishReason
 from kvrelay.rpc.sampling_convert import add_logprobs
 from kvrelay.rpc.status import to_grpc_status
@@ -91,13 +92,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: object) -> inference_pb2.TokenizeResponse:
         token_ids = await self._serving.tokenize(request.model, request.text)
-        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+        return await self._serving.tokenizing.aside(len(token_ids), tokenize_response, token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: object
     ) -> inference_pb2.DetokenizeResponse:
         text = await self._serving.detokenize(request.model, request.token_ids)
         return inference_pb2.DetokenizeResponse(text=text)
+
+
+def tokenize_response(token_ids: list[int]) -> inference_pb2.TokenizeResponse:
+    """In pieces: other threads run between them."""
+    response = inference_pb2.TokenizeResponse()
+    for start in range(0, len(token_ids), IDS_AT_ONCE):
+        response.token_ids.extend(token_ids[start : start + IDS_AT_ONCE])
+    return response
 
 
 async def _say_why_cut(stream: StreamBuffer, context: Context) -> None:

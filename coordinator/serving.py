@@ -18,7 +18,6 @@ import structlog
 from coordinator import validate
 from coordinator.chat import extent
 from coordinator.dispatch import Dispatcher
-from coordinator.field_checks import check_unicode
 from coordinator.live import Live, Times
 from coordinator.model_facts import ServedModel
 from coordinator.output import OutputText, output_texts
@@ -93,8 +92,9 @@ class Serving:
         self._telling.ended(live, self.model.identity.model_id, time.monotonic())
 
     async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Of at most MAX_TEXT_BYTES."""
         validate.check_model(model, self.limits)
-        check_unicode("text", text)
+        validate.check_text_to_tokenize(text)
         return await self.tokenizing.encode(text, add_special_tokens)
 
     async def prompt_tokens(self, raw: RawRequest) -> tuple[int, ...]:
@@ -105,10 +105,16 @@ class Serving:
         return token_ids
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """At most MAX_TOKEN_IDS: nothing is done with so much as one of more."""
         limits = self.limits
         validate.check_model(model, limits)
-        validate.check_token_ids("token_ids", token_ids, limits.vocab_size)
-        return await self.tokenizing.decode(token_ids)
+        validate.check_token_ids_count(len(token_ids))
+        return await self.tokenizing.aside(len(token_ids), self._judged_text, token_ids, limits.vocab_size)
+
+    def _judged_text(self, token_ids: Sequence[int], vocab_size: int) -> str:
+        ids = tuple(token_ids)
+        validate.check_token_ids("token_ids", ids, vocab_size)
+        return self.model.codec.decode(ids)
 
     async def _prompt(self, raw: RawRequest, limits: Limits) -> Prompt:
         """A template writes special tokens itself: none are added here."""

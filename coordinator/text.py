@@ -7,10 +7,11 @@ coordinator does not need transformers.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -28,6 +29,8 @@ MANY_TOKENS = 8192
 """Tokens from which on the keys of their blocks are made in a thread, about 1.6 ms."""
 ENCODED_AT_ONCE = 65536
 """Bytes that become tokens in one go, about 1 ms."""
+IDS_AT_ONCE = 65_536
+"""Token ids that are put into an answer in one go, about 5 ms: other threads run between such pieces."""
 MAX_WAITING = 128
 BYTE_VOCAB = 258
 BYTE_EOS = 256
@@ -35,6 +38,7 @@ BYTE_BOS = 257
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Keys = tuple[BlockKey, ...]
 KeysOf = Callable[[Sequence[int]], Keys]
 """The keys of a prompt's full blocks, from its tokens."""
@@ -160,6 +164,12 @@ class Tokenizing:
         if len(token_ids) < LONG_TEXT:
             return self.codec.decode(token_ids, skip_special_tokens)
         return await self._in_thread(self.codec.decode, token_ids, skip_special_tokens)
+
+    async def aside(self, size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What work says, in the thread if it is long. size: how many characters or tokens it has to do with."""
+        if size < LONG_TEXT:
+            return work(*arguments, **named)
+        return await self._in_thread(functools.partial(work, *arguments, **named))
 
     async def prompt(
         self, text: str, add_special_tokens: bool, keys_of: KeysOf | None, most: int | None = None

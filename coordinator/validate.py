@@ -6,7 +6,8 @@ InvalidArgument (NotFound for the model) that names the field's path. How tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coordinator.constraints import MAX_GRAMMAR_BYTES, check_constraint
 from coordinator.field_checks import check_bytes, check_count, check_token_ids, check_unicode, shown, wrong
@@ -28,12 +29,14 @@ __all__ = [
     "MAX_GRAMMAR_BYTES",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
+    "MAX_TEXT_BYTES",
+    "MAX_TOKEN_IDS",
     "Limits",
     "Message",
     "RawRequest",
     "check",
     "check_choices",
-    "check_json_size",
+    "check_json",
     "check_length",
     "check_logit_bias_count",
     "check_messages",
@@ -41,7 +44,9 @@ __all__ = [
     "check_prompt_length",
     "check_stop_token_ids",
     "check_stops",
+    "check_text_to_tokenize",
     "check_token_ids",
+    "check_token_ids_count",
     "fit",
     "last_of",
     "sampling_of",
@@ -54,8 +59,16 @@ MAX_N = 16
 MAX_SALT_BYTES = 256
 MAX_MESSAGES = 8192
 """Of one chat."""
-MAX_JSON_LENGTH = 1024 * 1024
-"""Characters of JSON in one chat: tools, variables of the template and further keys of messages."""
+MAX_JSON_LENGTH = 256 * 1024
+"""Characters of JSON in one chat: tools, variables of the template and further keys of messages. At most 25 ms."""
+MAX_JSON_TEXTS = 1024
+"""Messages of one chat with further keys, which are JSON each: 4 us apiece, however short."""
+MAX_TEXT_BYTES = 1024 * 1024
+"""Of a text that is only tokenized."""
+MAX_TOKEN_IDS = 262_144
+"""Ids that are only turned into text: copied for 16 ms."""
+OWN_VARIABLES = frozenset(("messages", "tools", "raise_exception", "bos_token", "eos_token", "unk_token", "pad_token"))
+"""Of a template, and judged elsewhere or the model's own: no request may replace them."""
 
 
 def check(raw: RawRequest, limits: Limits) -> None:
@@ -126,8 +139,18 @@ def check_messages(count: int) -> None:
     check_count("chat.messages", count, MAX_MESSAGES, "messages")
 
 
-def check_json_size(length: int) -> None:
-    check_count("chat", length, MAX_JSON_LENGTH, "characters of JSON")
+def check_json(length: int, extras: int, field: str = "chat") -> None:
+    """Before any of it is parsed. length: of all of it together; extras: texts of it that belong to messages."""
+    check_count(field, length, MAX_JSON_LENGTH, "characters of JSON")
+    check_count(field, extras, MAX_JSON_TEXTS, "messages or calls with JSON of their own")
+
+
+def check_text_to_tokenize(text: str) -> None:
+    check_bytes("text", text, MAX_TEXT_BYTES)
+
+
+def check_token_ids_count(count: int) -> None:
+    check_count("token_ids", count, MAX_TOKEN_IDS, "ids")
 
 
 def _check_prompt(raw: RawRequest, limits: Limits) -> None:
@@ -139,6 +162,7 @@ def _check_prompt(raw: RawRequest, limits: Limits) -> None:
         _check_prompt_ids(raw, raw.token_ids, limits)
     elif raw.chat is not None:
         _check_chat(raw.chat, limits)
+        _check_variables(raw.template_variables or {})
     else:
         raise InvalidArgument("prompt: one of text, tokens and chat must be set", field="prompt")
 
@@ -163,6 +187,12 @@ def _check_chat(messages: Sequence[Message], limits: Limits) -> None:
         role = message.get("role")
         if not role or not isinstance(role, str):
             raise wrong(f"chat.messages[{at}].role", "must be the name of a role and not empty")
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    for name in variables:
+        if name in OWN_VARIABLES:
+            raise wrong("chat.template_json", f"must not have {name!r}, which is not the request's to say")
 
 
 def _check_end(raw: RawRequest, limits: Limits) -> None:

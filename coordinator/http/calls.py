@@ -125,7 +125,11 @@ class Call:
 
     async def answer(self, value: Any) -> None:
         """The whole answer as JSON."""
-        await self._whole(200, json.dumps(value), [])
+        await self.answer_text(json.dumps(value))
+
+    async def answer_text(self, text: str) -> None:
+        """The whole answer, which is JSON already."""
+        await self._whole(200, text, [])
 
     async def event(self, data: bytes) -> None:
         """A part of a stream of events, which begins with the first of them."""

@@ -30,6 +30,10 @@ REFUSED = (
 )
 
 
+TEMPLATE_NAMES = {"chat.tools_json": "tools", "chat.template_json": "chat_template_kwargs"}
+"""What a body calls what the template reads beside messages."""
+
+
 def chat_completions(raw: bytes | bytearray, label: str) -> Asked:
     """label: from the header x-request-id. InvalidArgument or Unimplemented names the field."""
     body = parse(ChatCompletions, raw)
@@ -43,7 +47,7 @@ def chat_completions(raw: bytes | bytearray, label: str) -> Asked:
         logprobs=_logprobs(body),
     )
     says_usage, counts = options(body)
-    names = {**both.names, "logprobs": "top_logprobs", "chat.tools": "tools", "chat.template": "chat_template_kwargs"}
+    names = {**both.names, "logprobs": "top_logprobs", **TEMPLATE_NAMES}
     return Asked(CHAT, (request,), names, bool(body.stream), says_usage, counts)
 
 

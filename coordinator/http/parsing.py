@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from coordinator.constraints import MAX_GRAMMAR_BYTES
+from coordinator.field_checks import check_bytes
 from kvrelay.errors import InvalidArgument, Unimplemented
 
 B = TypeVar("B", bound=BaseModel)
@@ -55,6 +57,7 @@ def refuse(body: BaseModel, harmless: Mapping[str, tuple[Any, ...]], names: Iter
 def schema_text(field: str, schema: Any) -> str:
     """A JSON schema as text: an object, or text that is JSON already."""
     if isinstance(schema, str):
+        check_bytes(field, schema, MAX_GRAMMAR_BYTES)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from coordinator import validate
 from coordinator.http.parsing import wrong
 from coordinator.raw import Message
 from kvrelay.errors import Unimplemented
@@ -47,7 +48,20 @@ def messages_of(value: Any) -> tuple[Message, ...]:
         raise wrong("messages", "must be set")
     if not isinstance(value, list):
         raise wrong("messages", "must be a list of messages")
+    arguments = [len(one) for one in _arguments_of(value)]
+    validate.check_json(sum(arguments), len(arguments), "messages")
     return tuple(_message(f"messages[{at}]", message) for at, message in enumerate(value))
+
+
+def _arguments_of(messages: list[Any]) -> Iterator[str]:
+    """JSON in strings, wherever there is any: parsing too much of it would hold every stream."""
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                yield arguments
 
 
 def _message(at: str, message: Any) -> Message:

@@ -78,6 +78,8 @@ def _model_info(answer: model_pb2.GetModelResponse) -> ModelInfo:
         max_logit_bias=answer.max_logit_bias,
         max_logprobs=answer.max_logprobs,
         max_grammar_bytes=answer.max_grammar_bytes,
+        max_text_bytes=answer.max_text_bytes,
+        max_token_ids=answer.max_token_ids,
     )
 
 

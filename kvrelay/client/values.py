@@ -147,6 +147,9 @@ class ModelInfo:
     max_logprobs: int = 0
     max_grammar_bytes: int = 0
     """Of the text of a constraint."""
+    max_text_bytes: int = 0
+    max_token_ids: int = 0
+    """Of one tokenize and one detokenize."""
 
 
 class Blocks(TypedDict):

@@ -67,6 +67,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class ChatMessages(_message.Message):
+    """At most 8,192 messages, of which 1,024 have an extra_json, and 262,144 characters of JSON in all."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
@@ -75,7 +77,9 @@ class ChatMessages(_message.Message):
     tools_json: _builtins.str
     """What the template calls tools: a JSON list, or empty."""
     template_json: _builtins.str
-    """Further variables of the template: a JSON object, or empty."""
+    """Further variables of the template: a JSON object, or empty. add_generation_prompt may be among them (default true);
+    messages, tools, raise_exception and the names of special tokens (bos_token, ...) may not.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/model.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x13\n\x11ListModelsRequest\"\'\n\x12ListModelsResponse\x12\x11\n\tmodel_ids\x18\x01 \x03(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xe7\x02\n\x10GetModelResponse\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.ModelIdentity\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\x03\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x05 \x01(\r\x12\r\n\x05max_n\x18\x06 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x07 \x01(\x04\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x15\n\rchat_template\x18\t \x01(\x08\x12!\n\x19smallest_cacheable_prefix\x18\n \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x0b \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x0c \x01(\r\x12\x19\n\x11max_grammar_bytes\x18\r \x01(\r2\xa2\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.kvrelay.v1.ListModelsRequest\x1a\x1e.kvrelay.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.kvrelay.v1.GetModelRequest\x1a\x1c.kvrelay.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/model.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x13\n\x11ListModelsRequest\"\'\n\x12ListModelsResponse\x12\x11\n\tmodel_ids\x18\x01 \x03(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x96\x03\n\x10GetModelResponse\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.ModelIdentity\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\x03\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x05 \x01(\r\x12\r\n\x05max_n\x18\x06 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x07 \x01(\x04\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x15\n\rchat_template\x18\t \x01(\x08\x12!\n\x19smallest_cacheable_prefix\x18\n \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x0b \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x0c \x01(\r\x12\x19\n\x11max_grammar_bytes\x18\r \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x0e \x01(\r\x12\x15\n\rmax_token_ids\x18\x0f \x01(\r2\xa2\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.kvrelay.v1.ListModelsRequest\x1a\x1e.kvrelay.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.kvrelay.v1.GetModelRequest\x1a\x1c.kvrelay.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,7 +39,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELREQUEST']._serialized_start=125
   _globals['_GETMODELREQUEST']._serialized_end=157
   _globals['_GETMODELRESPONSE']._serialized_start=160
-  _globals['_GETMODELRESPONSE']._serialized_end=519
-  _globals['_MODELSERVICE']._serialized_start=522
-  _globals['_MODELSERVICE']._serialized_end=684
+  _globals['_GETMODELRESPONSE']._serialized_end=566
+  _globals['_MODELSERVICE']._serialized_start=569
+  _globals['_MODELSERVICE']._serialized_end=731
 # @@protoc_insertion_point(module_scope)

@@ -93,6 +93,8 @@ class GetModelResponse(_message.Message):
     MAX_LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_GRAMMAR_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     context_limit: _builtins.int
     """min(model context, tokens of the smallest pool of each role); a prompt has 1 .. limit - 1 tokens."""
     max_stop_strings: _builtins.int
@@ -107,6 +109,9 @@ class GetModelResponse(_message.Message):
     """Most entries of sampling.logit_bias, of the likeliest tokens of sampling.logprobs, and bytes of a constraint."""
     max_logprobs: _builtins.int
     max_grammar_bytes: _builtins.int
+    max_text_bytes: _builtins.int
+    """Most bytes of UTF-8 that Tokenize takes, and ids that Detokenize takes."""
+    max_token_ids: _builtins.int
     @_builtins.property
     def identity(self) -> _common_pb2.ModelIdentity: ...
     @_builtins.property
@@ -127,10 +132,12 @@ class GetModelResponse(_message.Message):
         max_logit_bias: _builtins.int = ...,
         max_logprobs: _builtins.int = ...,
         max_grammar_bytes: _builtins.int = ...,
+        max_text_bytes: _builtins.int = ...,
+        max_token_ids: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template", b"chat_template", "context_limit", b"context_limit", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_grammar_bytes", b"max_grammar_bytes", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_n", b"max_n", "max_request_bytes", b"max_request_bytes", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "smallest_cacheable_prefix", b"smallest_cacheable_prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template", b"chat_template", "context_limit", b"context_limit", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_grammar_bytes", b"max_grammar_bytes", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_n", b"max_n", "max_request_bytes", b"max_request_bytes", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "max_text_bytes", b"max_text_bytes", "max_token_ids", b"max_token_ids", "smallest_cacheable_prefix", b"smallest_cacheable_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

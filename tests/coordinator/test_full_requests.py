@@ -221,6 +221,7 @@ async def test_what_ends_a_text_and_what_is_part_of_it(
 async def test_the_model_tells_the_limits_that_requests_are_held_to(door: Door, pair: Pair) -> None:
     info = await model_pb2_grpc.ModelServiceStub(door.channel).GetModel(model_pb2.GetModelRequest())
     assert (info.max_logit_bias, info.max_logprobs, info.max_grammar_bytes) == (1024, 20, 65536)
+    assert (info.max_text_bytes, info.max_token_ids) == (2**20, 2**18)
     assert info.max_logprobs == validate.MAX_LOGPROBS
     bias = dict.fromkeys(range(258), 1.0)
     ok = await door.ask(text="x", max_tokens=1, sampling={"logprobs": info.max_logprobs, "logit_bias": bias})

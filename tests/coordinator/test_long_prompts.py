@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from support.door import Door, until
 from support.fake_workers import FakeWorker
+from support.holds import holds
 
 from kvrelay.errors import InvalidArgument
 from kvrelay.session import Prefill, Start
@@ -29,30 +27,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     "text of 5 MB beyond ASCII": {"text": "é" * 2_500_000},
     "1.5 million ids": {"tokens": {"ids": IDS}},
 }
-
-
-@contextlib.asynccontextmanager
-async def holds() -> AsyncIterator[list[float]]:
-    """Seconds of processor time that the loop's thread used between two turns of a task that is always ready.
-
-    Not by the clock: on a busy machine that tells of the others.
-    """
-    seen = list[float]()
-
-    async def watch() -> None:
-        last = time.thread_time()
-        while True:
-            await asyncio.sleep(0.001)
-            now = time.thread_time()
-            seen.append(now - last)
-            last = now
-
-    task = asyncio.ensure_future(watch())
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -76,7 +76,13 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
 
 
-LIMITS = {"max_logit_bias": 1024, "max_logprobs": 20, "max_grammar_bytes": 65536}
+LIMITS = {
+    "max_logit_bias": 1024,
+    "max_logprobs": 20,
+    "max_grammar_bytes": 65536,
+    "max_text_bytes": 9,
+    "max_token_ids": 8,
+}
 
 
 class Models(model_pb2_grpc.ModelServiceServicer):

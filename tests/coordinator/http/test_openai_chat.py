@@ -128,3 +128,9 @@ async def test_wrong_messages_are_named(http: HttpDoor) -> None:
 async def test_the_tokens_of_a_chat_are_those_that_it_is_sent_with(http: HttpDoor) -> None:
     answer = await http.post("/tokenize", {"messages": [USER], "tools": [{"a": 1}]})
     assert bytes(answer.json["tokens"]).decode() == '<user>hi[[{"a": 1}]]<go>'
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_variables_that_replace_the_messages_are_refused_by_name(http: HttpDoor, pair: Pair, path: str) -> None:
+    answer = await http.post(path, {"messages": [USER], "chat_template_kwargs": {"messages": []}})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "chat_template_kwargs")
