@@ -1,136 +1,128 @@
-"""Constraints to grammars, in a process beside this one, one after another. Knows no requests.
+"""Constraints to grammars, one after another, in a process beside this one. Knows no requests.
 
-What was compiled before is remembered, also that it could not be: most clients send one schema again and again.
+What was compiled before is remembered, also that it could not be: most clients send one schema again and again. Those
+who ask for one constraint at a time share what comes of it, and what nobody waits for any more is not begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import select
-import signal
-import subprocess
-import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from dataclasses import dataclass
+from functools import partial
 
 from coordinator.constraints import Constraint, check_constraint
-from coordinator.field_checks import wrong
-from coordinator.trial import CPU_S, MEMORY_BYTES
-from kvrelay.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
+from coordinator.trial_process import TrialProcess
+from kvrelay.errors import InvalidArgument, KVRelayError, ResourceExhausted, Unavailable
 
 MAX_WAITING = 32
+"""Constraints, the one that is being compiled among them."""
 MAX_REMEMBERED = 256
 """Of at most 64 KiB each, and their grammars."""
-MAX_WAIT_S = 60.0
-"""By the clock, for a process that starts, reads a tokenizer and uses all its processor time on a busy machine."""
+
+Outcome = str | KVRelayError
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A constraint that is to be compiled. outcome: of all who asked for it."""
+
+    outcome: asyncio.Future[Outcome]
+    askers: int = 0
+    begun: bool = False
 
 
 class Compiling:
-    """Owns a thread and, from the first constraint on, a process; `close` ends both."""
+    """Owns a thread and, from the first constraint on, a process; `close` ends both. Used from one loop."""
 
     def __init__(self, directory: str) -> None:
         """directory: where the model's tokenizer lies; empty: tokens are bytes."""
-        self._directory = directory
-        self._waiting = 0
         self._closed = False
-        self._process: _Process | None = None
+        self._trials = TrialProcess(directory)
         self._known: OrderedDict[Constraint, str | InvalidArgument] = OrderedDict()
+        self._wanted: dict[Constraint, _Wanted] = {}
+        """As they came: the first one is being compiled."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
     async def grammar(self, constraint: Constraint) -> str:
-        """What Sampling.grammar takes. InvalidArgument names the field; ResourceExhausted when too many wait."""
+        """What Sampling.grammar takes. InvalidArgument names the field; Unimplemented: not with this tokenizer.
+
+        ResourceExhausted when too many wait; Unavailable: it is not known whether it can be compiled.
+        """
         check_constraint(constraint)
-        outcome = self._known.get(constraint)
+        outcome: Outcome | None = self._known.get(constraint)
         if outcome is None:
-            outcome = await self._in_thread(constraint)
-            self._known[constraint] = outcome
-            if len(self._known) > MAX_REMEMBERED:
-                self._known.popitem(last=False)
+            outcome = await self._compiled(constraint)
         else:
             self._known.move_to_end(constraint)
-        if isinstance(outcome, InvalidArgument):
-            raise InvalidArgument(outcome.message, field=outcome.field)
+        if isinstance(outcome, KVRelayError):  # a new one for each who asked: an exception keeps where it was raised
+            raise type(outcome)(outcome.message, field=outcome.field, retry_after_s=outcome.retry_after_s)
         return outcome
 
     def close(self) -> None:
-        """Does not wait for what is being compiled."""
-        self._closed = True
-        if self._process is not None:
-            self._process.kill()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_thread(self, constraint: Constraint) -> str | InvalidArgument:
-        if self._waiting >= MAX_WAITING:
-            raise ResourceExhausted(f"{MAX_WAITING} grammars wait to be compiled", retry_after_s=1.0)
-        self._waiting += 1
-        job = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, constraint)
-        job.add_done_callback(self._one_less)
-        return await asyncio.shield(job)
-
-    def _one_less(self, _: object) -> None:
-        self._waiting -= 1
-
-    def _compile(self, constraint: Constraint) -> str | InvalidArgument:
-        process = self._process or self._start()
-        asked = {"kind": constraint.kind, "text": constraint.text, "choices": constraint.choices}
-        try:
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
-            process.stdin.flush()
-            answer = _answer(process)
-        except OSError:
-            answer = None
-        if answer is None:
-            return self._fault(constraint, self._ended(process))
-        grammar: str | None = answer.get("grammar")
-        return InvalidArgument(answer["words"], field=answer["field"]) if grammar is None else grammar
-
-    def _start(self) -> _Process:
-        """Unavailable when it does not come up; Unimplemented when it cannot read the tokenizer."""
-        command = [sys.executable, "-m", "coordinator.trial", self._directory]
-        process = _Process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._process = process
+        """What is being compiled, or waits for it, is Unavailable. Takes as long as a process takes to be killed."""
         if self._closed:
-            process.kill()
-        hello = _answer(process)
-        if hello is None or hello:
-            code = self._ended(process)
-            if hello:
-                raise Unimplemented(f"no constraints with this model: {hello['unready']}", field="constraint")
-            raise Unavailable(f"the process that compiles grammars ended with {code} before it began")
-        return process
+            return
+        self._closed = True
+        self._trials.stop()
+        for wanted in self._wanted.values():
+            if not wanted.begun:
+                wanted.outcome.set_result(Unavailable("shutting down"))
+        self._thread.submit(self._trials.end)
+        self._thread.shutdown()
 
-    def _ended(self, process: _Process) -> int:
-        """Its exit code; the next constraint gets another process."""
-        self._process = None
-        process.kill()
-        process.stdin.close()
-        process.stdout.close()
-        return process.wait()
+    async def _compiled(self, constraint: Constraint) -> Outcome:
+        wanted = self._wanted.get(constraint)
+        if wanted is None:
+            wanted = self._want(constraint)
+        wanted.askers += 1
+        try:
+            return await asyncio.shield(wanted.outcome)
+        finally:
+            wanted.askers -= 1
+            if not wanted.askers and not wanted.begun:
+                self._wanted.pop(constraint, None)
 
-    def _fault(self, constraint: Constraint, code: int) -> InvalidArgument:
-        """Why a constraint ended the process."""
+    def _want(self, constraint: Constraint) -> _Wanted:
         if self._closed:
             raise Unavailable("shutting down")
-        if code == -signal.SIGPROF:
-            words = f"takes more than {CPU_S:g} s of processor time to compile"
+        if len(self._wanted) >= MAX_WAITING:
+            raise ResourceExhausted(f"{MAX_WAITING} grammars wait to be compiled", retry_after_s=1.0)
+        wanted = self._wanted[constraint] = _Wanted(asyncio.get_running_loop().create_future())
+        if len(self._wanted) == 1:
+            self._begin()
+        return wanted
+
+    def _begin(self) -> None:
+        """The one that waits for longest."""
+        if self._closed or not self._wanted:
+            return
+        constraint, wanted = next(iter(self._wanted.items()))
+        wanted.begun = True
+        job = asyncio.get_running_loop().run_in_executor(self._thread, self._try, constraint)
+        job.add_done_callback(partial(self._ended, constraint))
+
+    def _try(self, constraint: Constraint) -> Outcome:
+        try:
+            return self._trials.compile(constraint)
+        except KVRelayError as error:
+            return error
+
+    def _ended(self, constraint: Constraint, job: asyncio.Future[Outcome]) -> None:
+        """Whoever asked for it may have gone: it is remembered all the same."""
+        wanted = self._wanted.pop(constraint)
+        error = job.exception()
+        if error is not None:
+            wanted.outcome.set_exception(error)
         else:
-            words = f"is nested too deeply, or takes more than {MEMORY_BYTES >> 20} MiB to compile"
-        return wrong(str(constraint.kind), words)
+            outcome = job.result()
+            if isinstance(outcome, str | InvalidArgument):
+                self._remember(constraint, outcome)
+            wanted.outcome.set_result(outcome)
+        self._begin()
 
-
-class _Process(subprocess.Popen[bytes]):
-    """With both pipes."""
-
-    stdin: IO[bytes]
-    stdout: IO[bytes]
-
-
-def _answer(process: _Process) -> dict[str, str] | None:
-    """The next line; None if there will be none, or not in time."""
-    ready = select.poll()
-    ready.register(process.stdout, select.POLLIN | select.POLLHUP)
-    line = process.stdout.readline() if ready.poll(MAX_WAIT_S * 1000) else b""
-    answer: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
-    return answer
+    def _remember(self, constraint: Constraint, outcome: str | InvalidArgument) -> None:
+        self._known[constraint] = outcome
+        if len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)

@@ -16,6 +16,9 @@ from coordinator.gbnf import lark_of
 
 MAX_GRAMMAR_BYTES = 65_536
 """Of what a client wrote; of all choices together."""
+MAX_COMPILED_BYTES = 160 * 1024
+"""Of what is made of it, in which some characters take up to seven times their room: it travels in one frame with the
+rest of a sequence (kvrelay.session.MAX_FRAME_BYTES)."""
 MAX_CHOICES = 256
 WHITESPACE = r"\n?[ \t]{0,32}"
 """Between the parts of a JSON text. Without a bound, a model may write spaces until its tokens are used up."""
@@ -63,7 +66,12 @@ def compile_grammar(constraint: Constraint) -> str:
         case ConstraintKind.EBNF:
             grammar = {"lark_grammar": lark_of(constraint.text)}
     # Always in this form: llguidance takes a text that begins with a brace for it, whatever field it came in.
-    return json.dumps({"grammars": [grammar]}, ensure_ascii=False, separators=(",", ":"))
+    compiled = json.dumps({"grammars": [grammar]}, ensure_ascii=False, separators=(",", ":"))
+    size = len(compiled.encode("utf-8", "surrogatepass"))  # of what a schema escapes; llguidance refuses it by name
+    if size > MAX_COMPILED_BYTES:
+        field = "choice.texts" if constraint.kind is ConstraintKind.CHOICE else str(constraint.kind)
+        raise wrong(field, f"must have at most {MAX_COMPILED_BYTES} bytes as a grammar, not {size}")
+    return compiled
 
 
 def _schema(text: str) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def _regex(pattern: str) -> str:
 
 def _quoted(text: str) -> str:
     """Lark writes texts as JSON does, but wants DEL escaped too."""
-    return json.dumps(text).replace("\x7f", "\\u007f")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_choices(choices: tuple[str, ...]) -> None:

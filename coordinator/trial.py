@@ -30,6 +30,7 @@ STACK_BYTES = 4 * 1024 * 1024
 MEMORY_BYTES = 1024 * 1024 * 1024
 """More than there is when the tokenizer is loaded."""
 STEPS = 48
+TOO_BIG = f"is nested too deeply, or takes more than {MEMORY_BYTES >> 20} MiB to compile"
 _NOTHING = "no text matches it"
 
 
@@ -109,6 +110,11 @@ def _answer(asked: dict[str, Any], tokenizer: Any) -> dict[str, str]:
         return {"grammar": trial(constraint, tokenizer)}
     except InvalidArgument as error:
         return {"field": error.field, "words": error.message}
+    except MemoryError:
+        words = TOO_BIG
+    except BaseException as error:  # a panic of Rust is no Exception; the same constraint would bring it again
+        words = f"cannot be compiled: {words_of(str(error))}"
+    return {"field": str(constraint.kind), "words": f"{constraint.kind}: {words}"}
 
 
 def _tokenizer(directory: str) -> Any:

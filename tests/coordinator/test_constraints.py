@@ -6,15 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 import coordinator.compiling as compiling_module
 from coordinator.compiling import Compiling
 from coordinator.constraints import MAX_GRAMMAR_BYTES, Constraint, ConstraintKind, check_constraint, compile_grammar
-from coordinator.text import ByteCodec, Tokenizing
-from kvrelay.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
+from kvrelay.errors import InvalidArgument, ResourceExhausted
 from kvrelay.guidance import byte_tokenizer, limits
 
 TOKENIZER = byte_tokenizer(258, 256)
@@ -48,10 +46,7 @@ def refusal(constraint: Constraint) -> tuple[str, str]:
 async def compiling() -> AsyncIterator[Compiling]:
     one = Compiling("")
     yield one
-    process = one._process
     one.close()
-    if process is not None:
-        process.wait(10)
 
 
 async def refused_by(compiling: Compiling, constraint: Constraint) -> str:
@@ -94,6 +89,16 @@ def test_a_choice_is_answered_byte_for_byte_whatever_it_holds() -> None:
     for text in texts:
         assert matches(choice(*texts, "yes"), text)
         assert not matches(choice(*texts), text + "!")
+
+
+def test_what_becomes_too_long_a_grammar_for_one_frame_is_refused_by_its_field() -> None:
+    assert refusal(of("lark", 'start: "a"' + "\x01" * 60_000)) == (
+        "lark",
+        "lark: must have at most 163840 bytes as a grammar, not 360046",
+    )
+    texts = [chr(0x10000 + i) + "\x01" * 200 for i in range(256)]
+    assert refusal(choice(*texts))[0] == "choice.texts"
+    assert len(compile_grammar(choice("é" * 32_768)).encode()) < MAX_GRAMMAR_BYTES + 100, "other letters are not more"
 
 
 def test_an_empty_schema_means_any_object_and_nothing_but_an_object() -> None:
@@ -189,9 +194,9 @@ async def test_what_would_crash_the_server_or_keep_it_busy_ends_a_process_beside
     endless = of("json_schema", '{"type":"integer","multipleOf":1000003}')
     assert await refused_by(compiling, endless) == "takes more than 1 s of processor time to compile"
     assert json.loads(await compiling.grammar(of("regex", "[0-9]{12}"))), "the next one has a new process"
-    process = compiling._process
+    pid = compiling._trials.pid
     assert "processor time" in await refused_by(compiling, endless)
-    assert compiling._process is process, "what it was is remembered"
+    assert compiling._trials.pid == pid, "what it was is remembered"
 
 
 async def test_a_constraint_is_compiled_once_and_the_oldest_are_forgotten(
@@ -210,25 +215,6 @@ async def test_only_so_many_wait(compiling: Compiling, monkeypatch: pytest.Monke
     monkeypatch.setattr(compiling_module, "MAX_WAITING", 0)
     with pytest.raises(ResourceExhausted, match="0 grammars wait to be compiled"):
         await compiling.grammar(of("regex", "a"))
-
-
-async def test_a_tokenizer_that_cannot_be_read_means_no_constraints(tmp_path: Path) -> None:
-    compiling = Compiling(str(tmp_path))
-    with pytest.raises(Unimplemented, match=r"no constraints with this model: .*config\.json"):
-        await compiling.grammar(of("regex", "a"))
-    assert compiling._process is None
-    compiling.close()
-
-
-async def test_closing_ends_the_process_and_what_it_was_doing() -> None:
-    tokenizing = Tokenizing(ByteCodec())
-    assert json.loads(await tokenizing.grammar(of("regex", "a")))
-    process = tokenizing._compiling._process
-    assert process is not None
-    tokenizing.close()
-    process.wait(10)
-    with pytest.raises((Unavailable, RuntimeError)):
-        await tokenizing.grammar(of("regex", "b"))
 
 
 def test_a_coordinator_that_compiles_grammars_needs_no_arrays_and_no_llguidance_of_its_own() -> None:
