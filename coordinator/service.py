@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TypeAlias
 
 import grpc
@@ -43,9 +41,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # a coroutine that writes costs less than a generator
         self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    ) -> None:
         times = Times(time.monotonic(), time.time_ns())
         remaining = context.time_remaining()
         deadline_at = None if remaining is None else times.accepted_at + remaining
@@ -56,39 +54,37 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context.add_done_callback(gone)  # type: ignore[arg-type]  # the stubs want a class, the library any callable
         try:
             await context.send_initial_metadata(ids.metadata)
-            async with aclosing(self._stream(live, context)) as messages:
-                async for message in messages:
-                    yield message
+            await self._stream(live, context)
         finally:
             serving.close(live)
 
     def _gone(self, live: Live, _: Context) -> None:
         self._serving.leave(live)
 
-    async def _stream(self, live: Live, context: Context) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """The messages of one stream; raises its error. A reader that is cut off gets its status from here."""
-        reading = Reading(live)
+    async def _stream(self, live: Live, context: Context) -> None:
+        """Writes the messages of one stream; raises its error. A reader that is cut off gets its status from here."""
+        reading, write = Reading(live), context.write
         message = accepted_message(live, self._serving.model.identity.model_id)
         open_sequences, item = live.facts.n, None
-        try:
-            while True:
-                reading.writing(item)
-                yield message
-                reading.written()
-                if not open_sequences:
-                    return
-                item = await reading.take()
-                if type(item) is TokenItem:
-                    message = token_message(item)
-                elif type(item) is FinishItem:
-                    message = finished_message(item, live)
-                    open_sequences -= 1
-                elif type(item) is ErrorItem:
-                    raise item.error
-        except GeneratorExit:
-            reading.gone()
-            await _say_why_cut(live.stream, context)
-            raise
+        while True:
+            reading.writing(item)
+            try:
+                await write(message)
+            except asyncio.CancelledError:
+                reading.gone()
+                await _say_why_cut(live.stream, context)
+                raise
+            reading.written()
+            if not open_sequences:
+                return
+            item = await reading.take()
+            if type(item) is TokenItem:
+                message = token_message(item)
+            elif type(item) is FinishItem:
+                message = finished_message(item, live)
+                open_sequences -= 1
+            elif type(item) is ErrorItem:
+                raise item.error
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: object) -> inference_pb2.TokenizeResponse:
         token_ids = await self._serving.tokenize(request.model, request.text)
