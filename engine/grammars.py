@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.sampler import Draw, Floats, GrammarFailed
+from engine.token_ids import TokenIds
 from kvrelay.guidance import byte_tokenizer, file_tokenizer, limits, words_of
 from kvrelay.requests import SequenceKey
 
@@ -71,8 +72,10 @@ class Grammars:
         GrammarFailed: the grammar is in error, or the text can neither go on nor end.
         """
         bits, output = self._bits, _output(draw)
-        if self._eos_ids.isdisjoint(output):
-            matcher = self._matcher(draw, output)
+        matching = self._kept(draw, output)
+        news = output.after(matching.consumed if matching is not None else 0)
+        if self._eos_ids.isdisjoint(news):  # as are those that a matcher has consumed
+            matcher = self._fed(matching, draw, news)
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if matcher.is_error():
                 raise GrammarFailed(_failure(matcher))
@@ -89,18 +92,24 @@ class Grammars:
         _ADDED.take(bits, axis=0, out=self._added, mode="clip")
         row += self._added.reshape(-1)[: len(row)]
 
-    def _matcher(self, draw: Draw, output: tuple[int, ...]) -> Any:
-        """One that has consumed the output."""
-        grammar = draw.sampling.grammar
+    def _kept(self, draw: Draw, output: TokenIds) -> _Matching | None:
+        """One that has consumed the beginning of the output, or all of it; None if there is none."""
         matching = self._matchings.get(draw.key) if draw.key is not None else None
-        if matching is None or matching.grammar != grammar or matching.consumed > len(output):
+        if matching is None or matching.grammar != draw.sampling.grammar or matching.consumed > len(output):
+            return None
+        return matching
+
+    def _fed(self, matching: _Matching | None, draw: Draw, news: list[int]) -> Any:
+        """The matcher, a fresh one if there is none, once it has consumed the news."""
+        grammar = draw.sampling.grammar
+        if matching is None:
             matching = _Matching(grammar, self._fresh(grammar))
-        matcher, news = matching.matcher, output[matching.consumed :]
-        if (news and not matcher.consume_tokens(list(news))) or matcher.is_error():
+        matcher = matching.matcher
+        if (news and not matcher.consume_tokens(news)) or matcher.is_error():
             if draw.key is not None:
                 self._matchings.pop(draw.key, None)
             raise GrammarFailed(_failure(matcher))
-        matching.consumed = len(output)
+        matching.consumed += len(news)
         if draw.key is not None:
             _keep(self._matchings, draw.key, matching, MAX_MATCHERS)
         return matcher
@@ -118,10 +127,10 @@ class Grammars:
         return start.deep_copy()
 
 
-def _output(draw: Draw) -> tuple[int, ...]:
+def _output(draw: Draw) -> TokenIds:
     """What was drawn before."""
     assert draw.past is not None, f"token {draw.index} of {draw.key} follows tokens that are not known here"
-    return draw.past.token_ids[draw.past.num_prompt_tokens :]
+    return draw.past.output
 
 
 def _failure(matcher: Any) -> str:

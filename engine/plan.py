@@ -8,18 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.token_ids import TokenIds
 from kvrelay.blocks import BlockTable
 from kvrelay.requests import NO_IDS, Logprobs, Sampling, SequenceKey
 
+NOTHING = TokenIds()
+
 
 class Past(NamedTuple):
-    """What a draw depends on beside logits and index: all known tokens, the prompt's first, and tokens that are banned.
+    """What a draw depends on beside logits and index: the output so far, what is in the prompt, and what is banned.
 
-    token_ids is empty where only `banned` matters.
+    output is empty where only `banned` matters. prompt has each of the prompt's ids once, as first found there, and is
+    empty unless repetition of them is penalized.
     """
 
-    token_ids: tuple[int, ...] = ()
-    num_prompt_tokens: int = 0
+    output: TokenIds = NOTHING
+    prompt: TokenIds = NOTHING
     banned: frozenset[int] = NO_IDS
 
 

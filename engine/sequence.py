@@ -6,10 +6,12 @@ Knows what its rows of a step are, not which step they go into.
 from __future__ import annotations
 
 import sys
+from array import array
 from dataclasses import dataclass
 
-from engine.plan import Past, SequenceSlice
+from engine.plan import NOTHING, Past, SequenceSlice
 from engine.prefix_cache import Entry
+from engine.token_ids import CODE, TokenIds
 from kvrelay.blocks import BlockKey, BlockTable, KeyChain
 from kvrelay.requests import Priority, SequenceSpec
 
@@ -47,11 +49,13 @@ class SequenceState:
         "known",
         "num_computed",
         "num_published",
+        "output",
         "parent",
         "past_until",
         "planned",
         "preemptions",
         "promised",
+        "prompt",
         "prompt_end",
         "rank",
         "running",
@@ -71,6 +75,9 @@ class SequenceState:
         self.turn = turn_of(arrival, spec.priority)
         """The smaller one is admitted first, and gets more of a step's tokens for its prompt."""
         self.known = list(spec.token_ids)
+        self.output = array(CODE)
+        self.prompt: TokenIds | None = None
+        """Output and prompt as pasts have them, as far as they were needed so far."""
         self.num_computed = num_computed
         self.block_ids = block_ids
         self.slots = slots
@@ -134,11 +141,16 @@ class SequenceState:
         return SequenceSlice(spec.key, token_ids, start, table, True, index, spec.sampling, forks, past)
 
     def _past(self, index: int) -> Past:
-        spec = self.spec
+        """Only what its draws look at: a prompt may be long, and each token has a past of its own."""
+        spec, known, output = self.spec, self.known, self.output
         banned = spec.stop.banned(index)
-        return (
-            Past(tuple(self.known), spec.num_prompt_tokens, banned) if spec.sampling.looks_back else Past(banned=banned)
-        )
+        if not spec.sampling.looks_back:
+            return Past(banned=banned)
+        output.extend(known[spec.num_prompt_tokens + len(output) :])
+        if self.prompt is None:
+            repeats = spec.sampling.repetition_penalty != 1.0
+            self.prompt = TokenIds.of(dict.fromkeys(known[: spec.num_prompt_tokens])) if repeats else NOTHING
+        return Past(TokenIds(output.tobytes()), self.prompt, banned)
 
     def fork(
         self, spec: SequenceSpec, arrival: int, block_ids: tuple[int, ...], slots: int, token_id: int
@@ -149,6 +161,7 @@ class SequenceState:
         """
         other = SequenceState(spec, arrival, block_ids, self.num_computed, slots)
         other.known = [*self.known, token_id]
+        other.prompt = self.prompt
         other.prompt_end = 0
         other.shared_tail = self.shared_tail = True
         if self.chain is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from engine.likelihood import logprobs_of
 from engine.penalties import penalize
 from engine.plan import Past
 from engine.sampler import Draw, Drawn, Floats, GrammarFailed, sample
+from engine.token_ids import TokenIds
 from kvrelay.errors import Internal
 from kvrelay.requests import Sampling
 
@@ -25,6 +26,10 @@ VOCAB = 40
 
 def row_of(seed: int, vocab: int = VOCAB) -> Floats:
     return (np.random.default_rng(seed).standard_normal(vocab) * 3).astype(np.float32)
+
+
+def past_of(prompt: Sequence[int], output: Sequence[int] = (), banned: frozenset[int] = frozenset()) -> Past:
+    return Past(TokenIds.of(output), TokenIds.of(prompt), banned)
 
 
 def draw(row: Floats, sampling: Sampling, past: Past | None = None, index: int = 0) -> Drawn:
@@ -63,20 +68,22 @@ def test_penalties_are_those_of_the_reference_to_the_last_bit(sampling: Sampling
         output = [chance.randrange(VOCAB) for _ in range(chance.randint(0, 12))]
         row = row_of(seed)
         expected = reshaped(row, sampling, prompt, output)
-        penalize(row, sampling, Past((*prompt, *output), len(prompt)))
+        penalize(row, sampling, past_of(prompt, output))
         assert row.tolist() == expected
 
 
 def test_the_prompt_counts_for_repetition_alone_and_the_first_output_token_for_all() -> None:
     row = np.array([2.0, -2.0, 2.0, 2.0], np.float32)
-    penalize(row, Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25), Past((0, 1, 0, 2), 3))
+    penalize(
+        row, Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25), past_of((0, 1, 0), (2,))
+    )
     assert row.tolist() == [1.0, -4.0, 1.0 - 0.75, 2.0]
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-30, 100.0])
 def test_no_penalty_makes_a_logit_infinite_that_was_not(penalty: float) -> None:
     row = np.array([3e38, 1.0, 0.0, -1.0, -np.inf], np.float32)
-    penalize(row, Sampling(repetition_penalty=penalty), Past((0, 1, 2, 3, 4), 5))
+    penalize(row, Sampling(repetition_penalty=penalty), past_of((0, 1, 2, 3, 4)))
     assert not np.isnan(row).any()
     assert row.max() < np.inf
     assert row[4] == -np.inf
@@ -85,9 +92,9 @@ def test_no_penalty_makes_a_logit_infinite_that_was_not(penalty: float) -> None:
 def test_a_bias_is_added_after_penalties() -> None:
     row = np.array([4.0, 3.0, 2.9], np.float32)
     sampling = Sampling(0.0, repetition_penalty=2.0, logit_bias=((2, 0.2), (1, -0.5)))
-    assert draw(row, sampling, Past((0,), 1)).token_ids == (2,)
-    assert draw(row, replace(sampling, logit_bias=((0, 1.2),)), Past((0,), 1)).token_ids == (0,)
-    assert draw(row, replace(sampling, logit_bias=((1, 100.0),)), Past((0,), 1)).token_ids == (1,)
+    assert draw(row, sampling, past_of((0,))).token_ids == (2,)
+    assert draw(row, replace(sampling, logit_bias=((0, 1.2),)), past_of((0,))).token_ids == (0,)
+    assert draw(row, replace(sampling, logit_bias=((1, 100.0),)), past_of((0,))).token_ids == (1,)
 
 
 def test_a_banned_token_is_never_drawn_however_likely() -> None:
@@ -102,7 +109,7 @@ def test_a_banned_token_is_never_drawn_however_likely() -> None:
 def test_the_grammar_wins_over_a_ban_that_leaves_it_nothing() -> None:
     grammars = Allowing({"one": [3], "two": [3, 4]})
     row = np.arange(8, dtype=np.float32)
-    past = Past((1, 2), 2, frozenset({3}))
+    past = past_of((1, 2), banned=frozenset({3}))
     draws = [Draw(Sampling(0.0, grammar=name), 0, past, key(name)) for name in ("one", "two")]
     assert sample(np.stack([row, row]), draws, grammars) == Drawn((3, 4))
 
@@ -112,8 +119,8 @@ def test_a_grammar_that_allows_nothing_fails_its_own_draw_alone() -> None:
     sampling = Sampling(seed=2, grammar="nothing", logprobs=2)
     draws = [
         Draw(Sampling(seed=7), 3),
-        Draw(sampling, 1, Past((1, 2), 1), key("a")),
-        Draw(replace(sampling, grammar="it is broken"), 1, Past((1, 2), 1), key("b")),
+        Draw(sampling, 1, past_of((1,), (2,)), key("a")),
+        Draw(replace(sampling, grammar="it is broken"), 1, past_of((1,), (2,)), key("b")),
         Draw(Sampling(seed=8), 4),
     ]
     drawn = sample(np.stack([row] * 4), draws, Allowing({"nothing": []}))
@@ -124,7 +131,7 @@ def test_a_grammar_that_allows_nothing_fails_its_own_draw_alone() -> None:
 
 
 def test_an_engine_without_grammars_says_so() -> None:
-    draws = [Draw(Sampling(grammar="x"), 0, Past((1,), 1), key("a"))]
+    draws = [Draw(Sampling(grammar="x"), 0, past_of((1,)), key("a"))]
     assert sample(row_of(1)[None], draws).failures == ((0, "this engine reads no grammars"),)
 
 
@@ -155,7 +162,7 @@ def test_logprobs_are_of_the_logits_before_all_else() -> None:
     for seed in range(30):
         row = row_of(seed)
         row[7] = row[9]
-        past = Past((1, 2, 3, 1), 2, frozenset({int(row.argmax())}))
+        past = past_of((1, 2), (3, 1), frozenset({int(row.argmax())}))
         sampling = Sampling(
             1.0, seed=seed, min_p=0.01, repetition_penalty=1.4, presence_penalty=0.3, logit_bias=((3, 2.0),), logprobs=6
         )
@@ -202,7 +209,7 @@ def neighbours() -> list[Draw]:
     return [
         Draw(Sampling(1.0, 0.9, 20, seed=1), 3),
         Draw(GREEDY, 3),
-        Draw(Sampling(1.0, seed=2, repetition_penalty=1.2, logprobs=3), 3, Past((1, 2, 3), 2), key("n")),
+        Draw(Sampling(1.0, seed=2, repetition_penalty=1.2, logprobs=3), 3, past_of((1, 2), (3,)), key("n")),
         Draw(Sampling(0.7, seed=3, min_p=0.1), 3),
     ]
 
@@ -227,7 +234,7 @@ def test_at_the_edges_a_draw_gives_a_token_that_is_possible_and_its_neighbours_w
             row = row_of(9)
             shape(row)
             before = row.copy()
-            past = Past((4, 5, 6), 2, frozenset({7}))
+            past = past_of((4, 5), (6,), frozenset({7}))
             edge = Sampling(temperature, top_p, top_k, 6, min_p, logit_bias=((2, -100.0),), presence_penalty=2.0)
             drawn = sample(
                 np.stack([*base[:2], row, *base[2:]]), [*neighbours()[:2], Draw(edge, 3, past), *neighbours()[2:]]
@@ -245,6 +252,6 @@ def test_at_the_edges_a_draw_gives_a_token_that_is_possible_and_its_neighbours_w
 def test_rows_are_left_as_they_are() -> None:
     row = row_of(2)
     before = row.copy()
-    past = Past((1, 2, 3), 1, frozenset({4}))
+    past = past_of((1,), (2, 3), frozenset({4}))
     draw(row, Sampling(repetition_penalty=1.5, logit_bias=((1, 5.0),), grammar="no", logprobs=2), past)
     assert row.tobytes() == before.tobytes()

@@ -33,7 +33,7 @@ class FailsAt:
     def disallow(self, row: Floats, draw: Draw) -> None:
         assert draw.key is not None
         assert draw.past is not None
-        assert len(draw.past.token_ids) - draw.past.num_prompt_tokens == draw.index
+        assert len(draw.past.output) == draw.index
         if self._places.get(draw.key.sequence) == draw.index:
             raise GrammarFailed(f"broken in {draw.key.sequence}")
         row[:32] = -np.inf

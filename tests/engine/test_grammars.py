@@ -29,6 +29,7 @@ from engine.local import LocalEngine
 from engine.plan import Past
 from engine.sampler import Draw, GrammarFailed
 from engine.scheduler import Scheduler
+from engine.token_ids import TokenIds
 from kvrelay.errors import NotFound
 from kvrelay.guidance import byte_tokenizer
 from kvrelay.models.catalog import resolve
@@ -61,7 +62,7 @@ def regex(pattern: str) -> str:
 
 
 def draw(grammar: str, output: Sequence[int] = (), name: str | None = None) -> Draw:
-    past = Past((70, 71, *output), 2)
+    past = Past(TokenIds.of(output))
     return Draw(Sampling(grammar=grammar), len(output), past, None if name is None else key(name))
 
 
