@@ -14,18 +14,26 @@ from kvrelay.errors import InvalidArgument, NotFound
 
 MAX_LEXER_STATES = 50_000
 """Of one sequence: 1 .. 2 kB each. llguidance's own 250,000 would let one request take half a GB of a worker."""
+MAX_STEP_ITEMS = 10_000
+"""Of the parser, for one token. An object of 100 optional properties needs some 7,000; llguidance's own 50,000 let an
+ambiguous grammar compute for seconds at each token."""
 MAX_WORDS = 300
 
 
 def limits() -> Any:
-    """An LLParserLimits. The rest are llguidance's own: at most 50,000 items and 200,000 units of fuel for a token.
+    """An LLParserLimits. The rest are llguidance's own: 2,000 items in a row, 200,000 units of fuel for a token.
 
     Large regexes are not walked ahead over the whole vocabulary: it takes long, and fails where walking as it comes
     does not.
     """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, precompute_large_lexemes=False, verbose_errors=False)
+    return LLParserLimits(
+        step_max_items=MAX_STEP_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
 
 
 def byte_tokenizer(vocab_size: int, eos_id: int) -> Any:

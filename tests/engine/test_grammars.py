@@ -18,6 +18,7 @@ from specs import key, sequences_of, spec
 from tokenizers import Tokenizer
 
 import engine.grammars as grammars_module
+import kvrelay.guidance as guidance_module
 from coordinator.constraints import Constraint, ConstraintKind, compile_grammar
 from coordinator.text import HuggingFaceCodec
 from engine.block_pool import BlockPool
@@ -125,7 +126,49 @@ def test_a_sequence_without_a_matcher_gets_the_same_masks(of_bytes: Grammars, mo
             output = (b"123" + b"abc"[i : i + 1])[:length]
             expected = DIGITS if length < 3 else {b"abc"[i]} if length == 3 else {EOS}
             assert allowed(of_bytes, pattern, output, f"seq {i}") == expected
-    assert (len(of_bytes._matchings), len(of_bytes._compiled)) == (2, 1)
+        assert (len(of_bytes._matchings), len(of_bytes._compiled)) == (2 if length < 4 else 0, 1)
+
+
+def test_nothing_is_kept_of_a_sequence_that_can_only_end_or_has_failed(of_bytes: Grammars) -> None:
+    pattern = regex("ab?")
+    assert allowed(of_bytes, pattern, b"a", "one") == {ord("b"), EOS} and key("one") in of_bytes._matchings
+    assert allowed(of_bytes, pattern, b"ab", "one") == {EOS} and not of_bytes._matchings
+    assert allowed(of_bytes, pattern, b"ab", "one") == {EOS}, "it may be asked again"
+    assert allowed(of_bytes, pattern, b"a", "two") and of_bytes._matchings
+    with pytest.raises(GrammarFailed):
+        allowed(of_bytes, pattern, b"ax", "two")
+    assert not of_bytes._matchings
+
+
+def test_a_grammar_that_can_be_read_in_ever_more_ways_fails_at_the_items_of_one_token(
+    of_bytes: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guidance_module, "MAX_STEP_ITEMS", 200)
+    ambiguous = compiled("lark", "start: s\ns: /[a-z]/ | s s | s s s | ")
+    for length in range(38):
+        assert allowed(of_bytes, ambiguous, b"z" * length, "one") == {*b"abcdefghijklmnopqrstuvwxyz", EOS}
+    with pytest.raises(GrammarFailed, match=r"cannot be followed: parser error: Too many items \(limit 200; mask\)"):
+        allowed(of_bytes, ambiguous, b"z" * 38, "one")
+
+
+def test_a_sequence_whose_masks_take_half_a_second_more_than_is_usual_fails_and_no_other_does() -> None:
+    now, took = 0.0, 0.02
+
+    def clock() -> float:
+        nonlocal now
+        now += took
+        return now
+
+    grammars = Grammars(lambda: byte_tokenizer(258, EOS), 258, [EOS], clock)
+    pattern = regex("[0-9]+")
+    for length in range(100):
+        assert allowed(grammars, pattern, b"7" * length, "usual") == (DIGITS if length == 0 else {*DIGITS, EOS})
+    took = 0.15  # 0.13 s more than is usual for a mask, 0.11 s for one after a token
+    for length in range(4):
+        allowed(grammars, pattern, b"7" * length, "slow")
+    with pytest.raises(GrammarFailed, match="takes too much processor time"):
+        allowed(grammars, pattern, b"7777", "slow")
+    assert allowed(grammars, pattern, b"7" * 100, "usual") == {*DIGITS, EOS}
 
 
 def test_a_key_that_comes_again_with_less_output_or_another_grammar_begins_anew(of_bytes: Grammars) -> None:
@@ -272,6 +315,19 @@ def test_tokens_of_a_real_model_stand_for_the_bytes_that_are_streamed(smollm2: P
     ids = np.flatnonzero(row == 0).tolist()
     assert len(ids) > 48_000 and max(ids) < facts.vocab and set(facts.eos_ids) <= set(ids)
     assert all(grammars._tokenizer.decode_bytes([i]) == codec.token_bytes(i) for i in ids if i not in facts.eos_ids)
+
+
+@pytest.mark.model
+def test_an_object_of_a_hundred_optional_properties_is_not_too_much_for_a_real_vocabulary(smollm2: Path) -> None:
+    facts = ModelConfig.from_dir(smollm2)
+    grammars = Grammars.of_directory(smollm2, facts.vocab, facts.eos_ids)
+    properties = {f"prop{i}": {"type": ["string", "null", "integer"]} for i in range(100)}
+    grammar = compiled("json_schema", json.dumps({"type": "object", "properties": properties}))
+    encode = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode
+    for text in ("", "{", '{"', '{"prop1": 1', '{"prop1": 1,', '{"prop1": 1, "prop2": "a", "'):
+        row = np.zeros(facts.vocab, np.float32)
+        grammars.disallow(row, draw(grammar, encode(text).ids))
+        assert (row == 0).any()
 
 
 @pytest.mark.model
