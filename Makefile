@@ -6,6 +6,8 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 PACKAGES := kvrelay coordinator worker prefill_svc decode_svc kvtransfer engine
+# Tests that start whole clusters have the machine for themselves; all others share it by two.
+CLUSTER_TESTS := tests/e2e tests/faults
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
@@ -43,7 +45,8 @@ demo: .venv/.setup model
 	@$(BIN)/python -m kvrelay.cli.main demo
 
 test: .venv/.dev model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER_TESTS))
+	$(BIN)/python -m pytest $(CLUSTER_TESTS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
