@@ -91,10 +91,10 @@ _LIFE = (
         "requeued-twice",
         "a request that moves is put into the queue twice, and placed twice",
         "coordinator/waiting.py",
-        "        insort(self._line, (live.order, live))\n",
-        """        insort(self._line, (live.order, live))
-        if live.state.attempt:
-            self._line.append((live.order + 1_000_000, live))
+        "        line.insert(at, _Entry(live.order, since, live, live.want()))\n",
+        """        line.insert(at, _Entry(live.order, since, live, live.want()))
+        if live.state.attempt > 0:
+            line.insert(at, line[at])
 """,
     ),
     one_edit(

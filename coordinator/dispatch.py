@@ -109,8 +109,7 @@ class Dispatcher:
         self._open[live.id] = live.stream
         self._set_deadline(live)
         self.counters["started"] += 1
-        self._queue.add(live)
-        self._placing.pump()
+        self._placing.add(live)
         return live
 
     def leave(self, request_id: RequestId) -> None:

@@ -1,6 +1,6 @@
 """When the queue is looked at: the router's word becomes a placement, and who waits in vain is told. Knows no streams.
 
-The router runs whenever something changed, once per turn of the loop.
+The router looks at the line whenever something changed, once per turn of the loop, and at each newcomer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from coordinator import events as ev
 from coordinator.admission import NO_WORKER_GRACE_S, RETRY_AFTER_S, Admission
 from coordinator.live import Live
 from coordinator.roster import Roster
+from coordinator.router import Routed
 from coordinator.waiting import WaitingLine
 from kvrelay.errors import Unavailable
 
@@ -51,6 +52,22 @@ class Placing:
                 error = Unavailable(f"no {missing} is left{before}", retry_after_s=RETRY_AFTER_S)
                 self._feed(live, ev.StreamFailed(error))
 
+    def add(self, live: Live) -> None:
+        """A new request: it is placed at once if it can be.
+
+        Whoever waits already had no room when the line was looked at last, and what may have made room since has
+        scheduled another look. So a burst does not have the whole line looked at for each of its requests.
+        """
+        self._queue.add(live)
+        if self._scheduled or self._queue.is_far_behind(live):
+            return
+        now = time.monotonic()
+        found = self._queue.take_newcomer(live, self._roster.snapshot(), now)
+        if found is not None:
+            self._place(*found, now)
+            if found[0] is not live:
+                self.on_change()
+
     def pump(self) -> None:
         """Places requests until nobody can be placed."""
         self._scheduled = False
@@ -60,11 +77,13 @@ class Placing:
             found = self._queue.take(self._roster.snapshot(), now)
             if found is None:
                 return
-            live, routed = found
-            placement = routed.placement
-            live.attempt.placement, live.attempt.routed_at = placement, now
-            for worker in (placement.prefill, placement.decode):
-                if worker is not None:
-                    self._roster.assign(worker, live.id, routed.share(worker))
-            live.attempt.placed_at = time.monotonic()
-            self._feed(live, ev.Place(placement, live.journal.token_ids))
+            self._place(*found, now)
+
+    def _place(self, live: Live, routed: Routed, now: float) -> None:
+        placement = routed.placement
+        live.attempt.placement, live.attempt.routed_at = placement, now
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                self._roster.assign(worker, live.id, routed.share(worker))
+        live.attempt.placed_at = time.monotonic()
+        self._feed(live, ev.Place(placement, live.journal.token_ids))

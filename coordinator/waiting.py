@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
-from typing import NamedTuple
 
 from coordinator.live import Live
 from coordinator.passing import LOOK_AHEAD, next_to_place
 from coordinator.router import Routed, Rules
-from coordinator.views import Snapshot
+from coordinator.views import Snapshot, Want
 from kvrelay.requests import Priority
 
 AGE_S = 10.0
@@ -20,13 +20,19 @@ AGE_S = 10.0
 so long has passed, those of the class above it for twice as long, and then nobody does."""
 
 
-class _Entry(NamedTuple):
+@dataclass(slots=True)
+class _Entry:
     """order: place among those of its class. since: when it would have had to come to wait where it does without
-    classes, on the loop's clock; smaller ones go first. Within a class it never falls."""
+    classes, on the loop's clock; smaller ones go first. Within a class it never falls.
+
+    want: what the router is asked; while it waits, nothing of it changes but blocked_since. Kept, as every look at the
+    line asks for those of LOOK_AHEAD requests.
+    """
 
     order: int
     since: float
     live: Live
+    want: Want
 
 
 class WaitingLine:
@@ -55,24 +61,38 @@ class WaitingLine:
             since = min(since, line[at].since)
         if at:
             since = max(since, line[at - 1].since)
-        line.insert(at, _Entry(live.order, since, live))
+        line.insert(at, _Entry(live.order, since, live, live.want()))
 
     def remove(self, live: Live) -> None:
         """Nothing happens if it does not wait."""
         line = self._lines[live.facts.priority]
-        line[:] = [entry for entry in line if entry.live is not live]
+        at = bisect_left(line, live.order, key=attrgetter("order"))
+        if at < len(line) and line[at].live is live:
+            del line[at]
 
     def take(self, snapshot: Snapshot, now: float) -> tuple[Live, Routed] | None:
         """Removes and returns the request to place next, with its placement; None when nobody can be placed now."""
-        first = [entry.live for entry in islice(self._in_order(), LOOK_AHEAD)]
-        found = next_to_place([live.want() for live in first], snapshot, now, self._rules)
+        return self._take(list(islice(self._in_order(), LOOK_AHEAD)), snapshot, now)
+
+    def take_newcomer(self, newcomer: Live, snapshot: Snapshot, now: float) -> tuple[Live, Routed] | None:
+        """As `take`, where nobody could be placed before this one came and nothing else has changed: nobody but the
+        first in the line and the newcomer is looked at."""
+        ready = [e for e in islice(self._in_order(), LOOK_AHEAD) if e.want.not_before <= now]
+        return self._take([e for at, e in enumerate(ready) if not at or e.live is newcomer], snapshot, now)
+
+    def is_far_behind(self, live: Live) -> bool:
+        """Whether it waits behind so many that nobody looks at it."""
+        return len(self) > LOOK_AHEAD and all(e.live is not live for e in islice(self._in_order(), LOOK_AHEAD))
+
+    def _take(self, looked_at: list[_Entry], snapshot: Snapshot, now: float) -> tuple[Live, Routed] | None:
+        found = next_to_place([entry.want for entry in looked_at], snapshot, now, self._rules)
         if found is None or found[0]:
             self._mark_blocked(now)
         if found is None:
             return None
         position, routed = found
-        self.remove(first[position])
-        return first[position], routed
+        self.remove(looked_at[position].live)
+        return looked_at[position].live, routed
 
     def _in_order(self) -> Iterable[_Entry]:
         """All classes, who goes first first."""
@@ -81,6 +101,7 @@ class WaitingLine:
 
     def _mark_blocked(self, now: float) -> None:
         """The first request that could go but for lack of room; how long it may be passed is counted from here."""
-        head = next((entry.live for entry in self._in_order() if entry.live.not_before <= now), None)
-        if head is not None and head.blocked_since is None:
-            head.blocked_since = now
+        head = next((entry for entry in self._in_order() if entry.want.not_before <= now), None)
+        if head is not None and head.want.blocked_since is None:
+            head.live.blocked_since = now
+            head.want = head.live.want()
