@@ -13,12 +13,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import structlog
 
 from coordinator import events as ev
 from coordinator.actions import Actions
-from coordinator.admission import Admission
+from coordinator.admission import Admission, Room
 from coordinator.families import Families, first_token
 from coordinator.lifecycle import accepts, step
 from coordinator.live import Attempt, Live, Times
@@ -77,11 +78,20 @@ class Dispatcher:
 
     # calls of handlers
 
-    def check_room(self, needs_decode: bool) -> None:
+    @property
+    def most_at_once(self) -> int:
+        """Requests that can ever come in together."""
+        return self._admission.most_at_once
+
+    def room(self, count: int) -> AbstractContextManager[Room]:
+        """Keeps room for so many requests while they are taken in; raises at once if there is not enough for all."""
+        return self._admission.room(count, len(self._open), len(self._queue))
+
+    def check_room(self, needs_decode: bool, room: Room | None = None) -> None:
         """Raises at once what would keep a new request out: no worker, a full queue, too many streams."""
         now = time.monotonic()
         self._placing.look(now)
-        self._admission.check(needs_decode, len(self._open), len(self._queue), now)
+        self._admission.check(needs_decode, len(self._open), len(self._queue), now, room)
 
     def refusal(self) -> ResourceExhausted | None:
         """The door of Generate: under overload nearly every call ends here, so nothing else is done for it."""
@@ -91,11 +101,17 @@ class Dispatcher:
         return full
 
     def submit(
-        self, facts: RequestFacts, text: OutputText, times: Times, more_texts: tuple[OutputText, ...] = ()
+        self,
+        facts: RequestFacts,
+        text: OutputText,
+        times: Times,
+        more_texts: tuple[OutputText, ...] = (),
+        room: Room | None = None,
     ) -> Live:
         """Takes the request in. The caller reads its stream and calls `leave` once, whatever happens.
 
         more_texts: of the sequences after the first. Each sequence that ends well puts a FinishItem into the stream.
+        room: that is kept for it.
         """
         now = time.monotonic()
         if facts.deadline_at is not None and facts.deadline_at <= now:
@@ -104,7 +120,9 @@ class Dispatcher:
         stream = StreamBuffer(self._config.slow_reader_bytes)
         live = Live(state, self._serial, text, stream, times, Attempt(times.accepted_at), more_texts=more_texts)
         self._serial += facts.n
-        self.check_room(live.needs_decode)
+        self.check_room(live.needs_decode, room)
+        if room is not None:
+            self._admission.enter(room)
         self._live[live.id] = live
         self._open[live.id] = live.stream
         self._set_deadline(live)

@@ -10,12 +10,14 @@ import functools
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from uuid import uuid4
 
 import structlog
 
 from coordinator import validate
+from coordinator.admission import Room
 from coordinator.chat import extent
 from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
@@ -55,29 +57,46 @@ class Serving:
     def limits(self) -> Limits:
         return self.model.limits(self._roster.context_limit)
 
-    async def open(self, raw: RawRequest, times: Times, deadline_at: float | None = None, request_id: str = "") -> Live:
+    @property
+    def most_at_once(self) -> int:
+        """Requests that can ever come in together."""
+        return self._dispatcher.most_at_once
+
+    def room(self, count: int) -> AbstractContextManager[Room]:
+        """Keeps room for so many requests while they are opened; raises at once if there is not enough for all."""
+        return self._dispatcher.room(count)
+
+    async def open(
+        self,
+        raw: RawRequest,
+        times: Times,
+        deadline_at: float | None = None,
+        request_id: str = "",
+        room: Room | None = None,
+    ) -> Live:
         """Takes a request in, or raises what is wrong with it. deadline_at: on the clock of times.accepted_at.
 
-        request_id: a new one that the door has told its client of already; empty: there is none yet.
+        request_id: a new one that the door has told its client of already; empty: there is none yet. room: that is kept
+        for it and others of its call.
 
         The caller calls `close` once, whatever happens.
         """
         limits = self.limits
         many = raw.token_ids is not None and len(raw.token_ids) >= MANY_TOKENS
         if many:
-            await _others_first()  # they have just been copied
+            await others_first()  # they have just been copied
         validate.check(raw, limits)
         if many:
-            await _others_first()
+            await others_first()
         label = labelled(raw.client_request_id)
-        self._dispatcher.check_room(raw.max_tokens != 1)
+        self._dispatcher.check_room(raw.max_tokens != 1, room)
         prompt = await self._prompt(raw, limits)
         stop = validate.fit(raw, len(prompt[0]), limits)
         grammar = await self.tokenizing.grammar(raw.constraint) if raw.constraint is not None else ""
         prompt_text = await self._echo(raw, prompt[0]) if raw.echo else ""
         facts = self._facts(raw, prompt, stop, grammar, limits, deadline_at, request_id)
         text, *more = self._texts(raw, stop)
-        live = self._dispatcher.submit(facts, text, times, tuple(more))
+        live = self._dispatcher.submit(facts, text, times, tuple(more), room)
         live.prompt_text = prompt_text
         self._telling.started()
         log.debug("taken in", request=facts.request_id, label=label)
@@ -183,7 +202,7 @@ class Serving:
         )
 
 
-async def _others_first() -> None:
+async def others_first() -> None:
     """Lets everything run that is ready, as every stream stood for some time. The first turn only asks what is."""
     for _ in range(2):
         await asyncio.sleep(0)

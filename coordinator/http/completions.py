@@ -7,7 +7,7 @@ from typing import Any
 from coordinator.http.fields import HARMLESS, Common, common
 from coordinator.http.generation import Asked
 from coordinator.http.parsing import parse, refuse, wrong
-from coordinator.http.prompts import Prompt, prompts_of
+from coordinator.http.prompts import MAX_CHOICES, Prompt, prompts_of
 from coordinator.http.schemas import Completions, Generate
 from coordinator.http.shapes import COMPLETION
 from coordinator.raw import RawRequest
@@ -27,6 +27,8 @@ def completions(raw: bytes | bytearray, label: str) -> Asked:
         raise Unimplemented("logprobs: are not computed for a prompt, so not together with echo", field="logprobs")
     both = common(body, label)
     prompts = prompts_of(body.prompt)
+    if len(prompts) > 1 and len(prompts) * (body.n or 1) > MAX_CHOICES:
+        raise wrong("n", f"at most {MAX_CHOICES} choices in all, not {body.n} of each of {len(prompts)} prompts")
     requests = tuple(_request(body, both, prompt) for prompt in prompts)
     names = dict(both.names)
     if isinstance(body.prompt, list) and len(prompts) == 1 and isinstance(prompts[0], str):

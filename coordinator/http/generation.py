@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from opentelemetry.trace import Span
 
 from coordinator.http.calls import Call, CutOff
 from coordinator.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsOf
+from coordinator.http.parsing import wrong
 from coordinator.http.shapes import CHAT, DONE, Answer, Chunks, Shape, Usage, Whole, usage_event
 from coordinator.http.tracing import inside
 from coordinator.live import Live, Times
@@ -59,24 +61,46 @@ async def generate(call: Call, asked: Asked) -> None:
         else:
             choices = await _gathered(serving, asked, opened)
     finally:
-        for one in opened:
-            with inside(one.span):
-                serving.close(one.live)
+        await _close(serving, opened)
     if not asked.streams:
         await call.answer({**answer.head(asked.shape.whole), "choices": choices, "usage": _total(opened).as_dict()})
 
 
 async def _open(call: Call, requests: Sequence[RawRequest], opened: list[Opened]) -> None:
+    """Room for all of them is there before the first comes in, and other calls get their turns between them."""
     serving, first = call.door.serving, 0
-    for raw in requests:
-        span = call.another_span() if opened else call.spans[0]
-        with inside(span):
-            times = Times(call.accepted_at, call.accepted_ns)
-            request_id = "" if opened else call.ids.request_id
-            live = await serving.open(raw, times, call.deadline_at, request_id)
-        usage = Usage(prompt_tokens=len(live.facts.prompt_ids))
-        opened.append(Opened(raw, live, span, first, usage))
-        first += live.facts.n
+    if len(requests) > max(1, serving.most_at_once):
+        raise wrong("prompt", f"at most {serving.most_at_once} prompts at once here, not {len(requests)}")
+    with serving.room(len(requests)) as room:
+        for raw in requests:
+            if opened:
+                await asyncio.sleep(0)
+            span = call.another_span() if opened else call.spans[0]
+            with inside(span):
+                times = Times(call.accepted_at, call.accepted_ns)
+                request_id = "" if opened else call.ids.request_id
+                live = await serving.open(raw, times, call.deadline_at, request_id, room)
+            usage = Usage(prompt_tokens=len(live.facts.prompt_ids))
+            opened.append(Opened(raw, live, span, first, usage))
+            first += live.facts.n
+
+
+async def _close(serving: Serving, opened: Sequence[Opened]) -> None:
+    """Other calls get their turns between them; a cancel in such a turn has the rest closed at once."""
+    left = deque(opened)
+    try:
+        while left:
+            _close_one(serving, left.popleft())
+            if left:
+                await asyncio.sleep(0)
+    finally:
+        for one in left:
+            _close_one(serving, one)
+
+
+def _close_one(serving: Serving, one: Opened) -> None:
+    with inside(one.span):
+        serving.close(one.live)
 
 
 async def _stream(call: Call, asked: Asked, answer: Answer, opened: Sequence[Opened]) -> None:

@@ -13,6 +13,8 @@ from kvrelay.errors import Unimplemented
 
 MAX_PROMPTS = 128
 """Of one body; each is a request of its own."""
+MAX_CHOICES = 1024
+"""Of one body, over all its prompts."""
 
 Prompt = str | tuple[int, ...]
 
