@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,10 @@ log = structlog.get_logger("coordinator.http")
 
 BODY_S = 60.0
 """How long a body may take to come."""
+READ_S = 60.0
+"""How long a client may take to read enough of a whole answer for its next part to go out."""
+PART_BYTES = 128 * 1024
+"""Of an answer, written in one turn of the loop."""
 TIMEOUT_HEADER = "x-request-timeout"
 """Seconds from the first byte to the last; the deadline of a gRPC call."""
 JSON = (b"content-type", b"application/json")
@@ -129,7 +133,18 @@ class Call:
 
     async def answer_text(self, text: str) -> None:
         """The whole answer, which is JSON already."""
-        await self._whole(200, text, [])
+        await self._whole(200, [text.encode()], [])
+
+    async def answer_pieces(self, pieces: Iterator[str]) -> None:
+        """The whole answer, whose JSON is made piece by piece: other calls get their turns between them."""
+        made, size = [], 0
+        for piece in pieces:
+            made.append(piece.encode())
+            size += len(piece)
+            if size >= PART_BYTES:
+                size = 0
+                await asyncio.sleep(0)
+        await self._whole(200, made, [])
 
     async def event(self, data: bytes) -> None:
         """A part of a stream of events, which begins with the first of them."""
@@ -157,12 +172,26 @@ class Call:
             self.status = meaning_of(error).status
             await self.last_event(f"data: {body}\n\n".encode())
         else:
-            await self._whole(meaning_of(error).status, body, retry_headers(error))
+            await self._whole(meaning_of(error).status, [body.encode()], retry_headers(error))
 
-    async def _whole(self, status: int, text: str, headers: Headers) -> None:
-        body = text.encode()
-        await self._start(status, [JSON, (b"content-length", b"%d" % len(body)), *headers])
-        await self.last_event(body)
+    async def _whole(self, status: int, pieces: Sequence[bytes], headers: Headers) -> None:
+        """A long one goes in parts, with turns for others between them. CutOff if the client does not read it."""
+        length = sum(map(len, pieces))
+        await self._start(status, [JSON, (b"content-length", b"%d" % length), *headers])
+        for piece in pieces:
+            for start in range(0, len(piece), PART_BYTES):
+                part = piece[start : start + PART_BYTES]
+                length -= len(part)
+                await self._send_part(part, bool(length))
+
+    async def _send_part(self, part: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(READ_S):
+                await self._send({"type": "http.response.body", "body": part, "more_body": more})
+        except TimeoutError:
+            raise CutOff from None
+        if more and len(part) == PART_BYTES:
+            await asyncio.sleep(0)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self._started, self.status = True, status

@@ -13,7 +13,7 @@ from opentelemetry.trace import Span
 from coordinator.http.calls import Call, CutOff
 from coordinator.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsOf
 from coordinator.http.parsing import wrong
-from coordinator.http.shapes import CHAT, DONE, Answer, Chunks, Shape, Usage, Whole, usage_event
+from coordinator.http.shapes import CHAT, DONE, Answer, Chunks, Shape, Usage, Whole, usage_event, whole_answer
 from coordinator.http.tracing import inside
 from coordinator.live import Live, Times
 from coordinator.raw import RawRequest
@@ -59,11 +59,11 @@ async def generate(call: Call, asked: Asked) -> None:
         if asked.streams:
             await _stream(call, asked, answer, opened)
         else:
-            choices = await _gathered(serving, asked, opened)
+            wholes = await _gathered(serving, asked, opened)
     finally:
         await _close(serving, opened)
     if not asked.streams:
-        await call.answer({**answer.head(asked.shape.whole), "choices": choices, "usage": _total(opened).as_dict()})
+        await call.answer_pieces(whole_answer(answer, wholes, _total(opened)))
 
 
 async def _open(call: Call, requests: Sequence[RawRequest], opened: list[Opened]) -> None:
@@ -143,14 +143,14 @@ async def _events(call: Call, one: Opened, chunks: Chunks) -> None:
         raise CutOff from live.stream.cut
 
 
-async def _gathered(serving: Serving, asked: Asked, opened: Sequence[Opened]) -> list[dict[str, Any]]:
+async def _gathered(serving: Serving, asked: Asked, opened: Sequence[Opened]) -> list[Whole]:
     """All choices, in their order."""
     wholes = []
     for one in opened:
         logprobs = _logprobs(serving, asked.shape, one.raw)
         wholes.append(Whole(asked.shape, one.first, one.live.facts.n, one.live.prompt_text, logprobs))
     await _all([_gather(one, whole) for one, whole in zip(opened, wholes, strict=True)])
-    return [choice for whole in wholes for choice in whole.choices()]
+    return wholes
 
 
 async def _gather(one: Opened, whole: Whole) -> None:

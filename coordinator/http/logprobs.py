@@ -6,7 +6,8 @@ A token whose bytes are no text by themselves is written as bytes:\\xe2\\x80, as
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coordinator.stream import TokenItem
@@ -15,6 +16,10 @@ from kvrelay.requests import Logprobs
 
 LEAST = -9999.0
 """Stands for the logarithm of 0, which JSON has no word for."""
+Parts = Mapping[str, str]
+"""JSON of what each list of an entry holds."""
+
+compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def token_text(raw: bytes) -> str:
@@ -24,12 +29,21 @@ def token_text(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def parts_of(entry: Mapping[str, Any]) -> Parts:
+    """Written at once: a whole answer can have a hundred thousand of them, which together would hold every stream."""
+    return {key: compact(value)[1:-1] for key, value in entry.items() if isinstance(value, list)}
+
+
+def _joined(parts: Sequence[Parts], keys: Sequence[str]) -> str:
+    return ",".join(f'"{key}":[{",".join([one[key] for one in parts])}]' for key in keys)
+
+
 def finite(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST
 
 
 class ChatLogprobs:
-    """Of one request. `entry` is the object `logprobs` of a chunk; `join` that of several tokens."""
+    """Of one request. `entry` is the object `logprobs` of a chunk; `join` that of several tokens, as JSON."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -42,8 +56,8 @@ class ChatLogprobs:
         return {"content": [{**self._token(item.token_id, logprobs.token), "top_logprobs": top}], "refusal": None}
 
     @staticmethod
-    def join(entries: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"content": [one for entry in entries for one in entry["content"]], "refusal": None}
+    def join(parts: Sequence[Parts]) -> str:
+        return f'{{{_joined(parts, ("content",))},"refusal":null}}'
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._codec.token_bytes(token_id)
@@ -74,8 +88,8 @@ class CompletionLogprobs:
         }
 
     @staticmethod
-    def join(entries: list[dict[str, Any]]) -> dict[str, Any]:
-        return {key: [one for entry in entries for one in entry[key]] for key in entries[0]} if entries else {}
+    def join(parts: Sequence[Parts]) -> str:
+        return f"{{{_joined(parts, tuple(parts[0]))}}}" if parts else "{}"
 
     def _top(self, token_id: int, logprobs: Logprobs) -> dict[str, float]:
         top = {token_text(self._codec.token_bytes(t)): finite(logprob) for t, logprob in logprobs.top}

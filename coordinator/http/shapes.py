@@ -6,19 +6,15 @@ stream, so no object is built and no encoder runs but that of the text.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from coordinator.http.logprobs import LogprobsOf
+from coordinator.http.logprobs import LogprobsOf, Parts, compact, parts_of
 from coordinator.stream import FinishItem, TokenItem
 
 DONE = b"data: [DONE]\n\n"
-
-
-def compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +28,12 @@ class Shape:
     after: str
     role: str = ""
 
-    def choice(self, index: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
-        """Of a whole answer."""
-        if not self.role:
-            return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        message = {"role": self.role, "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, index: int, text: str, logprobs: str, reason: str) -> str:
+        """Of a whole answer. All but the index is JSON, and so is what comes of it."""
+        said = f'"text":{text}'
+        if self.role:
+            said = f'"message":{{"role":"{self.role}","content":{text},"refusal":null}}'
+        return f'{{"index":{index},{said},"logprobs":{logprobs},"finish_reason":{reason}}}'
 
 
 COMPLETION = Shape("cmpl-", "text_completion", "text_completion", '"text":', "")
@@ -166,27 +162,32 @@ class Whole:
     def __init__(self, shape: Shape, first: int, n: int, prompt: str, logprobs: LogprobsOf | None) -> None:
         self._shape, self._first, self._logprobs = shape, first, logprobs
         self._texts = [[prompt] for _ in range(n)]
-        self._entries: list[list[dict[str, Any]]] = [[] for _ in range(n)]
+        self._parts: list[list[Parts]] = [[] for _ in range(n)]
         self._reasons = [""] * n
 
     def token(self, item: TokenItem) -> None:
         self._texts[item.sequence].append(item.text)
         entry = self._logprobs.entry(item) if self._logprobs is not None else None
         if entry is not None:
-            self._entries[item.sequence].append(entry)
+            self._parts[item.sequence].append(parts_of(entry))
 
     def finish(self, item: FinishItem) -> None:
         self._texts[item.sequence].append(item.text)
         self._reasons[item.sequence] = item.reason.value
 
-    def choices(self) -> list[dict[str, Any]]:
-        shape, given = self._shape, self._logprobs
-        return [
-            shape.choice(
-                self._first + i,
-                "".join(texts),
-                given.join(self._entries[i]) if given is not None else None,
-                self._reasons[i],
-            )
-            for i, texts in enumerate(self._texts)
-        ]
+    def choices(self) -> Iterator[str]:
+        """Each as JSON."""
+        for i, texts in enumerate(self._texts):
+            text = encode_basestring_ascii("".join(texts))
+            logprobs = "null" if self._logprobs is None else self._logprobs.join(self._parts[i])
+            yield self._shape.choice(self._first + i, text, logprobs, encode_basestring_ascii(self._reasons[i]))
+
+
+def whole_answer(answer: Answer, wholes: Iterable[Whole], usage: Usage) -> Iterator[str]:
+    """Its JSON in pieces, each of which is short work."""
+    before = compact({**answer.head(answer.shape.whole), "choices": []}).removesuffix("]}")
+    for whole in wholes:
+        for choice in whole.choices():
+            yield before + choice
+            before = ","
+    yield f'],"usage":{compact(usage.as_dict())}}}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -104,3 +105,13 @@ async def asked(address: str, path: str, body: Any = None, method: str = "POST",
     async with wire_to(address) as wire:
         wire.ask(path, body, method, **headers)
         return await wire.read()
+
+
+async def small_window(address: str) -> Wire:
+    """A client whose kernel takes little for it."""
+    host, _, port = address.rpartition(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return Wire(*await asyncio.open_connection(sock=sock, limit=1024))

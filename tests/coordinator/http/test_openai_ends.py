@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from typing import Any
 
@@ -13,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.door import MODEL, Door, held, join, until
 from support.fake_workers import FakeWorker
-from support.http_client import Wire, asked, wire_to
+from support.http_client import Wire, asked, small_window, wire_to
 from support.http_door import HttpDoor
 
 from coordinator.main import Coordinator
@@ -104,16 +103,6 @@ async def test_a_client_that_goes_before_its_body_is_whole_leaves_nothing(http: 
         await wire.hang_up()
     await left_everything(http)
     assert not pair[0].commands(Prefill)
-
-
-async def small_window(address: str) -> Wire:
-    """A client whose kernel takes little for it."""
-    host, _, port = address.rpartition(":")
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
-    return Wire(*await asyncio.open_connection(sock=sock, limit=1024))
 
 
 async def test_a_reader_that_stops_is_cut_off_and_its_connection_dropped(http: HttpDoor, pair: Pair) -> None:
