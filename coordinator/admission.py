@@ -102,6 +102,6 @@ class Admission:
             return None
         message = f"{most} requests {state}; that is the limit"
         if count > 1:
-            message = f"too many for {count} more at once {state}: at most {most} may"
+            message = f"too many requests {state} for {count} more at once; {most} is the limit"
         metadata = {"limit": name, "most": str(most)}
         return ResourceExhausted(message, retry_after_s=RETRY_AFTER_S, metadata=metadata)

@@ -75,10 +75,14 @@ class WaitingLine:
         return self._take(list(islice(self._in_order(), LOOK_AHEAD)), snapshot, now)
 
     def take_newcomer(self, newcomer: Live, snapshot: Snapshot, now: float) -> tuple[Live, Routed] | None:
-        """As `take`, where nobody could be placed before this one came and nothing else has changed: nobody but the
-        first in the line and the newcomer is looked at."""
+        """As `take`, where nobody could be placed before this one came and nothing else has changed.
+
+        The others are looked at only if it goes before them: their answers depend on who is the first.
+        """
         ready = [e for e in islice(self._in_order(), LOOK_AHEAD) if e.want.not_before <= now]
-        return self._take([e for at, e in enumerate(ready) if not at or e.live is newcomer], snapshot, now)
+        if ready and ready[0].live is not newcomer:
+            ready = [ready[0], *(entry for entry in ready if entry.live is newcomer)]
+        return self._take(ready, snapshot, now)
 
     def is_far_behind(self, live: Live) -> bool:
         """Whether it waits behind so many that nobody looks at it."""

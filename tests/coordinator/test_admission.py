@@ -77,3 +77,28 @@ def test_what_is_full_refuses_with_a_hint(num_open: int, num_queued: int) -> Non
     with pytest.raises(ResourceExhausted, match="that is the limit") as raised:
         made.check(True, num_open, num_queued, 10.0)
     assert raised.value.retry_after_s == 1.0
+
+
+def test_room_is_kept_until_it_is_used_or_given_up() -> None:
+    made = Admission(CoordinatorConfig(queue_limit=6, open_limit=9))
+    assert made.most_at_once == 6
+    with made.room(4, 0, 1) as room:
+        assert made.full(0, 1) is None
+        assert made.full(0, 2) is not None, "six of six: those that wait and those that room is kept for"
+        assert made.full(5, 0) is not None
+        made.enter(room)
+        assert (room.left, made.full(1, 2)) == (3, None)
+        with (
+            pytest.raises(
+                ResourceExhausted, match="too many requests wait already for 2 more at once; 6 is the limit"
+            ) as info,
+            made.room(2, 1, 2),
+        ):
+            pass
+        assert info.value.metadata == {"limit": "queue_limit", "most": "6"}
+    assert made.full(8, 5) is None
+    for _ in range(3):
+        made.enter(room)
+    assert made.full(8, 5) is None, "nothing is kept any more"
+    assert made.full(9, 0) is not None
+    assert made.full(0, 6) is not None

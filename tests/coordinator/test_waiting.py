@@ -1,24 +1,29 @@
-"""Who of those that wait goes first: by class, by arrival, and by how long they have waited."""
+"""Who of those that wait goes first: by class, by arrival, and by how long they have waited. What a burst costs."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from support.lifecycles import facts
 
+from coordinator import passing
+from coordinator.admission import Admission
 from coordinator.events import Cause, Loss
 from coordinator.live import Attempt, Live, Times
 from coordinator.output import OutputText
-from coordinator.passing import PASS_S
-from coordinator.router import Rules
+from coordinator.passing import LOOK_AHEAD, PASS_S
+from coordinator.placing import Placing
+from coordinator.router import Routed, Rules, route
 from coordinator.states import State
 from coordinator.stream import StreamBuffer
 from coordinator.text import ByteCodec
-from coordinator.views import DecodeView, PrefillView, Snapshot
+from coordinator.views import DecodeView, PrefillView, Snapshot, Want
 from coordinator.waiting import AGE_S, WaitingLine
-from kvrelay.requests import Priority, RequestId, WorkerId
+from kvrelay.config import CoordinatorConfig
+from kvrelay.requests import Priority, RequestId, Role, WorkerId
 
 BATCH, NORMAL, INTERACTIVE = Priority
 FREE = Snapshot((), (DecodeView(WorkerId("d0"), "d0:1", free_blocks=100, total_blocks=100),))
@@ -145,3 +150,70 @@ def test_the_head_that_is_blocked_is_the_first_of_the_highest_class() -> None:
     assert line.take(busy, 7.0) is None, "a smaller one of a lower class passes no head of a higher one"
     assert (high.blocked_since, low.blocked_since) == (7.0, None)
     assert line.take(FULL, 7.0) is None
+
+
+def blocked_line(draw: random.Random) -> tuple[WaitingLine, Snapshot]:
+    """Some that wait, none of whom can be placed."""
+    line = WaitingLine(Rules())
+    for order in range(draw.randrange(1, 40)):
+        line.add(live(order, draw.choice(list(Priority)), at=order / 10, prompt=draw.randrange(1, 900)))
+    ticketed = draw.choice([0, 900, 1000])
+    decode = DecodeView(WorkerId("d0"), "d0:1", 5, 8, draw.randrange(60), 100)
+    busy = Snapshot((PrefillView(WorkerId("p0"), ticketed, ticketed),), (decode,) * draw.randrange(2))
+    while line.take(busy, 5.0) is not None:
+        pass
+    return line, busy
+
+
+def test_a_newcomer_is_placed_where_a_look_at_the_whole_line_would_place_it() -> None:
+    draw, placed = random.Random("newcomers"), 0
+    for _ in range(800):
+        seed = draw.random()
+        both = [blocked_line(random.Random(seed)) for _ in range(2)]
+        now = 5.0 + draw.choice([0.0, PASS_S])
+        priority, prompt = draw.choice(list(Priority)), draw.choice([5, 100, draw.randrange(1, 900)])
+        found = []
+        for (line, busy), all_of_it in zip(both, (True, False), strict=True):
+            while line.take(busy, now) is not None:
+                pass  # some may go now that the first has waited for long
+            newcomer = live(100, priority, at=now, prompt=prompt)
+            line.add(newcomer)
+            one = line.take(busy, now) if all_of_it else line.take_newcomer(newcomer, busy, now)
+            found.append(None if one is None else (one[0].order, one[1]))
+        assert found[0] == found[1]
+        placed += found[0] is not None
+    assert placed > 50, "the lines are such that some newcomers go"
+
+
+class Workers:
+    """Just what Placing asks of a roster; nobody has room."""
+
+    def __init__(self) -> None:
+        self.snapshots = 0
+
+    def snapshot(self) -> Snapshot:
+        self.snapshots += 1
+        return FULL
+
+    def has(self, role: Role) -> bool:
+        return True
+
+
+def test_a_burst_behind_a_full_line_asks_the_router_twice_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, wants, workers = Counter[str](), Live.want, Workers()
+
+    def routed(snapshot: Snapshot, want: Want, rules: Rules) -> Routed | None:
+        asked["router"] += 1
+        return route(snapshot, want, rules)
+
+    def wanted(one: Live) -> Want:
+        asked["want"] += 1
+        return wants(one)
+
+    monkeypatch.setattr(passing, "route", routed)
+    monkeypatch.setattr(Live, "want", wanted)
+    placing = Placing(workers, WaitingLine(Rules()), Admission(CoordinatorConfig()), pytest.fail)  # type: ignore[arg-type]
+    for order in range(300):
+        placing.add(live(order, prompt=300 - order))
+    assert workers.snapshots == LOOK_AHEAD, "those further behind are not looked at"
+    assert asked == {"router": 2 * LOOK_AHEAD - 1, "want": 301}, "of the first twice: it is blocked from then on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from support.http_client import wire_to
 from support.http_door import HttpDoor
 
 from coordinator import main
+from coordinator.live import Times
 from coordinator.main import Coordinator
+from coordinator.raw import RawRequest
 from kvrelay.config import CoordinatorConfig
-from kvrelay.errors import FailedPrecondition
+from kvrelay.errors import FailedPrecondition, ResourceExhausted
 from kvrelay.requests import Priority
 from kvrelay.session import Abort, Prefill
 
@@ -194,6 +197,39 @@ async def test_too_many_requests_are_told_when_to_come_again(http: HttpDoor, pai
         assert int(refused.headers["retry-after-ms"]) > 0
         pair[0].let_go("token0")
         assert (await wire.read()).status == 200
+
+
+@pytest.mark.parametrize("door", [{"queue_limit": 4}], indirect=True)
+async def test_all_prompts_of_a_body_come_in_or_none(http: HttpDoor, pair: Pair) -> None:
+    held(pair[1], "reserve")
+    counters, serving = http.grpc.counters, http.grpc.coordinator.serving
+    async with wire_to(http.address) as wire:
+        wire.ask(COMPLETIONS, {"prompt": ["x" * 900] * 3, "max_tokens": 2})
+        await until(lambda: http.grpc.coordinator.dispatcher.num_queued == 2)
+        assert counters["started"] == 3
+        refused = await http.post(COMPLETIONS, {"prompt": ["a"] * 3, "n": 2})
+        assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert counters["started"] == 3
+        never = await http.post(COMPLETIONS, {"prompt": ["a"] * 5})
+        assert (never.status, never.error["param"]) == (400, "prompt")
+        with serving.room(2), pytest.raises(ResourceExhausted, match="4 requests wait already; that is the limit"):
+            await serving.open(RawRequest(text="a"), Times(time.monotonic(), 0))
+        pair[1].let_go("reserve")
+        answer = await wire.read()
+        assert [choice["text"] for choice in answer.json["choices"]] == ["ab"] * 3
+    fits = await http.post(COMPLETIONS, {"prompt": ["a"] * 4, "n": 2, "max_tokens": 2})
+    assert [choice["index"] for choice in fits.json["choices"]] == list(range(8))
+    wrong = await http.post(COMPLETIONS, {"prompt": ["a", ""], "max_tokens": 2})
+    assert (wrong.status, http.grpc.coordinator.dispatcher.refusal()) == (400, None)
+    await http.grpc.idle()
+    assert (await http.post(COMPLETIONS, {"prompt": ["a"] * 4, "max_tokens": 2})).status == 200
+
+
+async def test_a_body_asks_for_at_most_1024_choices(http: HttpDoor, pair: Pair) -> None:
+    refused = await http.post(COMPLETIONS, {"prompt": ["a"] * 65, "n": 16})
+    assert (refused.status, refused.error["param"]) == (400, "n")
+    assert refused.error["message"] == "n: at most 1024 choices in all, not 16 of each of 65 prompts"
 
 
 @pytest.mark.parametrize("door", [{"max_request_bytes": 1000}], indirect=True)
