@@ -155,7 +155,7 @@ def test_the_head_that_is_blocked_is_the_first_of_the_highest_class() -> None:
 def blocked_line(draw: random.Random) -> tuple[WaitingLine, Snapshot]:
     """Some that wait, none of whom can be placed."""
     line = WaitingLine(Rules())
-    for order in range(draw.randrange(1, 40)):
+    for order in range(draw.randrange(1, 8)):
         line.add(live(order, draw.choice(list(Priority)), at=order / 10, prompt=draw.randrange(1, 900)))
     ticketed = draw.choice([0, 900, 1000])
     decode = DecodeView(WorkerId("d0"), "d0:1", 5, 8, draw.randrange(60), 100)
@@ -167,7 +167,7 @@ def blocked_line(draw: random.Random) -> tuple[WaitingLine, Snapshot]:
 
 def test_a_newcomer_is_placed_where_a_look_at_the_whole_line_would_place_it() -> None:
     draw, placed = random.Random("newcomers"), 0
-    for _ in range(800):
+    for _ in range(150):
         seed = draw.random()
         both = [blocked_line(random.Random(seed)) for _ in range(2)]
         now = 5.0 + draw.choice([0.0, PASS_S])
@@ -182,7 +182,7 @@ def test_a_newcomer_is_placed_where_a_look_at_the_whole_line_would_place_it() ->
             found.append(None if one is None else (one[0].order, one[1]))
         assert found[0] == found[1]
         placed += found[0] is not None
-    assert placed > 50, "the lines are such that some newcomers go"
+    assert placed > 10, "the lines are such that some newcomers go"
 
 
 class Workers:
