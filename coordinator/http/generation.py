@@ -25,15 +25,24 @@ from coordinator.stream import ErrorItem, FinishItem, TokenItem
 class Asked:
     """requests: one for each prompt; their choices come in this order. names: see errors.param_of.
 
-    says_usage: the stream ends with it. counts: each chunk says what is used so far.
+    in_list: the prompts were written as a list of prompts. says_usage: the stream ends with it. counts: each chunk says
+    what is used so far.
     """
 
     shape: Shape
-    requests: tuple[RawRequest, ...]
+    requests: Sequence[RawRequest]
     names: Mapping[str, str]
     streams: bool = False
     says_usage: bool = False
     counts: bool = False
+    in_list: bool = False
+
+    def names_at(self, position: int) -> Mapping[str, str]:
+        """What the body calls the fields of one of the requests."""
+        if not self.in_list:
+            return self.names
+        prompt = f"prompt[{position}]"
+        return {**self.names, "text": prompt, "tokens.ids": prompt}
 
 
 @dataclass(slots=True)
@@ -52,7 +61,7 @@ async def generate(call: Call, asked: Asked) -> None:
     serving = call.door.serving
     opened: list[Opened] = []
     try:
-        await _open(call, asked.requests, opened)
+        await _open(call, asked, opened)
         live = opened[0].live
         model = serving.model.identity.model_id
         answer = Answer(asked.shape, live.id, call.accepted_ns // 10**9, model)
@@ -66,15 +75,16 @@ async def generate(call: Call, asked: Asked) -> None:
         await call.answer_pieces(whole_answer(answer, wholes, _total(opened)))
 
 
-async def _open(call: Call, requests: Sequence[RawRequest], opened: list[Opened]) -> None:
+async def _open(call: Call, asked: Asked, opened: list[Opened]) -> None:
     """Room for all of them is there before the first comes in, and other calls get their turns between them."""
-    serving, first = call.door.serving, 0
+    serving, first, requests = call.door.serving, 0, asked.requests
     if len(requests) > max(1, serving.most_at_once):
         raise wrong("prompt", f"at most {serving.most_at_once} prompts at once here, not {len(requests)}")
     with serving.room(len(requests)) as room:
         for raw in requests:
             if opened:
                 await asyncio.sleep(0)
+            call.names = asked.names_at(len(opened))
             span = call.another_span() if opened else call.spans[0]
             with inside(span):
                 times = Times(call.accepted_at, call.accepted_ns)
@@ -83,6 +93,7 @@ async def _open(call: Call, requests: Sequence[RawRequest], opened: list[Opened]
             usage = Usage(prompt_tokens=len(live.facts.prompt_ids))
             opened.append(Opened(raw, live, span, first, usage))
             first += live.facts.n
+    call.names = asked.names
 
 
 async def _close(serving: Serving, opened: Sequence[Opened]) -> None:

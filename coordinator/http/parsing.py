@@ -14,6 +14,8 @@ from kvrelay.errors import InvalidArgument, Unimplemented
 
 B = TypeVar("B", bound=BaseModel)
 
+TRIED = ("str", "int", "constrained-int", "bool")
+"""Types that unions have, by pydantic's words."""
 HARMLESS: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values of a field that is not supported which ask for nothing."""
 
@@ -39,7 +41,7 @@ def path_of(location: Iterable[int | str]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not any(c in part for c in "[(,") and part not in ("str", "int"):
+        elif not any(c in part for c in "[(,") and part not in TRIED:
             path += f".{part}" if path else part
     return path
 
@@ -64,7 +66,24 @@ def schema_text(field: str, schema: Any) -> str:
             raise wrong(field, f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise wrong(field, "must be a JSON schema, which is an object")
+    _check_size(field, schema)
     return json.dumps(schema)
+
+
+def _check_size(field: str, value: Any) -> None:
+    """Its JSON is at least as long as what is counted here, which ends early for one that is too long."""
+    size, left = 0, [value]
+    while left and size <= MAX_GRAMMAR_BYTES:
+        one = left.pop()
+        size += 1
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, dict):
+            left += (*one, *one.values())
+        elif isinstance(one, list):
+            left += one
+    if size > MAX_GRAMMAR_BYTES:
+        raise wrong(field, f"must be at most {MAX_GRAMMAR_BYTES} bytes of JSON")
 
 
 def wrong(field: str, must: str) -> InvalidArgument:

@@ -87,7 +87,7 @@ class Completions(Generate):
     prompt: Any = None
     best_of: Int64 | None = None
     echo: bool | None = None
-    logprobs: Int64 | None = None
+    logprobs: Int64 | bool | None = None
     add_special_tokens: bool | None = None
     suffix: Any = None
     prompt_embeds: Any = None

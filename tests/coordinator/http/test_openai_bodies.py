@@ -260,6 +260,11 @@ def test_constraints_have_many_names(body: Any, constraint: Constraint | None, f
         (completion, {"logit_bias": {str(i): 1 for i in range(1025)}}, InvalidArgument, "logit_bias"),
         (completion, {"stop": ["a"] * 17}, InvalidArgument, "stop"),
         (completion, {"guided_json": "[" * 9999}, InvalidArgument, "guided_json"),
+        (completion, {"guided_json": {"a": "é" * 65_536}}, InvalidArgument, "guided_json"),
+        (completion, {"guided_json": {"a": [[1, {"b": 1}]] * 20_000}}, InvalidArgument, "guided_json"),
+        (completion, {"logprobs": True}, InvalidArgument, "logprobs"),
+        (completion, {"priority": 1.5}, InvalidArgument, "priority"),
+        (completion, {"logprobs": "1"}, InvalidArgument, "logprobs"),
         (completion, {"priority": "urgent"}, InvalidArgument, "priority"),
         (completion, {"stream_options": {"include_usage": True}}, InvalidArgument, "stream_options"),
         (
@@ -323,6 +328,9 @@ def test_a_body_that_is_no_object_is_refused_in_words(raw: bytes, words: str) ->
 
 
 def test_what_asks_for_nothing_is_not_refused() -> None:
+    bare = completion(stream_options={}, logprobs=False, stream=False)
+    assert (only(bare), bare.says_usage) == (only(completion()), False)
+    assert only(completion(stream_options={"include_usage": False}, logprobs=False, echo=True)).logprobs is None
     assert (
         chat(modalities=["text"], function_call="none", tools=[], audio=None, echo=False, length_penalty=1.0) == chat()
     )

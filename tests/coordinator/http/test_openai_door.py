@@ -108,9 +108,29 @@ async def test_choices_of_several_prompts_are_numbered_through(http: HttpDoor, p
 async def test_one_wrong_prompt_of_several_refuses_all_and_leaves_nothing(http: HttpDoor, pair: Pair) -> None:
     held(pair[0], "token0")
     answer = await http.post(COMPLETIONS, {"prompt": ["ab", [999]], "max_tokens": 2})
-    assert (answer.status, answer.error["param"]) == (400, "prompt[0]")
+    assert (answer.status, answer.error["param"]) == (400, "prompt[1][0]")
+    assert answer.error["message"].startswith("prompt[1][0]: must be 0 .. 257")
     await http.grpc.idle()
     pair[0].let_go("token0")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([1, -5], "prompt[1]"),
+        ([""], "prompt[0]"),
+        (["ok", ""], "prompt[1]"),
+        ([[1, 2], [1, -5]], "prompt[1][1]"),
+        ([[1, -2]], "prompt[0][1]"),
+        ([[1], []], "prompt[1]"),
+        (["ok", "a" * 3000], "prompt[1]"),
+    ],
+)
+async def test_the_wrong_prompt_of_a_list_is_named(http: HttpDoor, pair: Pair, prompt: Any, param: str) -> None:
+    answer = await http.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert answer.error["message"].startswith(f"{param}: ")
 
 
 async def test_log_probabilities_of_a_completion(http: HttpDoor, pair: Pair) -> None:
