@@ -41,7 +41,7 @@ class Worked(Response):
 
 
 def build_app(door: Door) -> FastAPI:
-    app = FastAPI(title="KVRelay", version=version("kvrelay"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="KVRelay", version=version("kvrelay"), docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
     _add_posts(app, door)
@@ -79,30 +79,37 @@ def _generation(read: Callable[[bytearray, str], Asked]) -> Work:
 
 
 def _add_gets(app: FastAPI, door: Door) -> None:
-    @app.get("/health")
     async def health() -> Response:
         """200: it can serve; 503: there is no decode worker, or it is shutting down."""
         return Response(status_code=200 if door.ready else 503)
 
-    @app.get("/version")
     async def about() -> dict[str, str]:
         return {"version": version("kvrelay")}
 
-    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(door.collect), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(door)]}
 
-    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         try:
             validate.check_model(model, door.serving.limits)
         except KVRelayError as error:
             return _error(error)
         return JSONResponse(_model(door))
+
+    _add_get(app, "/health", health)
+    _add_get(app, "/version", about)
+    _add_get(app, "/metrics", metrics)
+    _add_get(app, "/v1/models", models)
+    _add_get(app, "/v1/models/{model:path}", model)
+
+
+def _add_get(app: FastAPI, path: str, endpoint: Callable[..., Any]) -> None:
+    """HEAD too, which is the same without a body."""
+    app.add_api_route(path, endpoint, methods=["GET"])
+    app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _model(door: Door) -> dict[str, Any]:

@@ -104,13 +104,13 @@ class Call:
         return self.accepted_at + seconds
 
     async def body(self) -> bytearray:
-        """The whole body. Rejected: too large, packed, or too slow."""
+        """The whole body. Rejected: too large, packed, or too slow; Unavailable: too much comes at once."""
         limit, said = self.door.max_body_bytes, self.headers.get("content-length", "0")
         if self.headers.get("content-encoding", "identity") != "identity":
             raise Rejected(415, "content-encoding: only identity is supported", "unsupported_encoding")
         if said.isdigit() and int(said) > limit:
             raise _too_large(limit)
-        body, counting = bytearray(), Counting()
+        body, counting, num_counted = bytearray(), Counting(), 0
         try:
             async with asyncio.timeout(BODY_S):
                 while True:
@@ -121,11 +121,15 @@ class Call:
                     body += part
                     if len(body) > limit:
                         raise _too_large(limit)
+                    self.door.coming(len(part))
+                    num_counted += len(part)
                     counting.feed(part)
                     if not message.get("more_body"):
                         return body
         except TimeoutError:
             raise Rejected(408, f"the body did not come within {BODY_S:g} s", "request_timeout") from None
+        finally:
+            self.door.come(num_counted)
 
     async def answer(self, value: Any) -> None:
         """The whole answer as JSON."""
@@ -195,9 +199,9 @@ class Call:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self._started, self.status = True, status
-        said = ((name, value) for name, value in self.ids.metadata if value.isprintable())
+        said = [(name, value) for name, value in self.ids.metadata if value.isprintable()]
         ids = [(name.encode(), value.encode("latin-1")) for name, value in said]
-        if not self.ids.label:
+        if not any(name == calls.LABEL_HEADER for name, _ in said):
             ids.append((calls.LABEL_HEADER.encode(), self.ids.request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *ids]})
 

@@ -17,6 +17,9 @@ from coordinator.serving import Serving
 from kvrelay.errors import Unavailable
 from kvrelay.requests import Role
 
+BODIES_AT_ONCE = 32
+"""Of the largest size: what may wait in memory of bodies that are not whole yet, over all connections."""
+
 
 class Door:
     """collect: the coordinator's metrics. max_body_bytes: of one request."""
@@ -39,6 +42,7 @@ class Door:
         self._dispatcher = dispatcher
         self._roster = roster
         self._num_running = 0
+        self._num_coming = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -54,6 +58,16 @@ class Door:
         refusal = self._dispatcher.refusal()
         if refusal is not None:
             raise refusal
+
+    def coming(self, num_bytes: int) -> None:
+        """More of a body that is not whole yet is kept; `come` gives it back. Unavailable: there is no room for it."""
+        if self._num_coming + num_bytes > BODIES_AT_ONCE * self.max_body_bytes:
+            raise Unavailable("too many bytes of bodies are coming at once", retry_after_s=1.0)
+        self._num_coming += num_bytes
+
+    def come(self, num_bytes: int) -> None:
+        """So much that `coming` took is not kept any more, or is whole."""
+        self._num_coming -= num_bytes
 
     @contextmanager
     def running(self) -> Iterator[None]:

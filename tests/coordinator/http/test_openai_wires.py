@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 
 import pytest
 from support.door import until
@@ -133,3 +134,43 @@ async def test_http_1_0_gets_a_whole_answer_of_known_length(http: HttpDoor, pair
     async with wire_to(http.address) as wire:
         wire.writer.write(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         assert (await refused(wire)).json["choices"][0]["text"] == "ab"
+
+
+async def test_bodies_that_come_at_once_share_a_budget(http: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = http.server.door
+    monkeypatch.setattr(door, "max_body_bytes", 1000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: 1000\r\n\r\n"
+    async with AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(wire_to(http.address)) for _ in range(32)]
+        for wire in wires:
+            wire.writer.write(head + b" " * 999)
+        await until(lambda: door._num_coming == 32 * 999)
+        refused = await http.post(COMPLETIONS, b"x" * 33)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        await wires[0].hang_up()
+        await until(lambda: door._num_coming == 31 * 999)
+        assert (await http.post(COMPLETIONS, b"x" * 33)).status == 400
+        wires[1].writer.write(b" ")
+        assert (await wires[1].read()).status == 400
+    await until(lambda: door._num_coming == 0)
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/version", "/v1/models", "/v1/models/hash", "/v1/models/other", "/metrics"]
+)
+async def test_head_is_get_without_a_body(http: HttpDoor, path: str) -> None:
+    async with wire_to(http.address) as wire:
+        wire.ask(path, method="GET")
+        whole = await wire.read()
+        wire.ask(path, method="HEAD")
+        head = await wire.head()
+        wire.ask("/version", method="GET")
+        assert (await wire.read()).status == 200
+    assert (head.status, head.headers["content-length"]) == (whole.status, whole.headers["content-length"])
+
+
+async def test_a_slash_too_many_is_another_path(http: HttpDoor) -> None:
+    """A redirect would take the request to whatever host its headers name."""
+    answer = await http.post(f"{COMPLETIONS}/", {"prompt": "x"})
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert "location" not in answer.headers
