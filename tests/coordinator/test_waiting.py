@@ -217,3 +217,11 @@ def test_a_burst_behind_a_full_line_asks_the_router_twice_for_each_that_comes(mo
         placing.add(live(order, prompt=300 - order))
     assert workers.snapshots == LOOK_AHEAD, "those further behind are not looked at"
     assert asked == {"router": 2 * LOOK_AHEAD - 1, "want": 301}, "of the first twice: it is blocked from then on"
+
+
+def test_one_that_moved_waits_once_and_is_placed_once() -> None:
+    moved = live(0)
+    moved.state = replace(moved.state, attempt=1)
+    line = line_of(moved, live(1))
+    assert orders(line) == [0, 1]
+    assert taken(line) == [0, 1]
