@@ -30,6 +30,8 @@ PROBE_S = 10
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's first line and headers; also of what comes after them without being body, as trailers."""
 MAX_HEADERS = 200
+READ_BYTES = 32 * 1024
+"""Taken from a client in one turn of the loop: a body in chunks of one byte costs 6 us for each of them."""
 HEAD_S = 20.0
 """How long a request's headers may take to come; also the first one's of a new connection."""
 LINGER_S = 1.0
@@ -54,6 +56,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports over sockets
         sock = transport.get_extra_info("socket")
         with suppress(OSError, AttributeError):  # options that this kernel does not have
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

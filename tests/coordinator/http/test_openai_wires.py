@@ -174,3 +174,22 @@ async def test_a_slash_too_many_is_another_path(http: HttpDoor) -> None:
     answer = await http.post(f"{COMPLETIONS}/", {"prompt": "x"})
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert "location" not in answer.headers
+
+
+async def test_a_body_in_tiny_chunks_is_taken_little_by_little(
+    http: HttpDoor, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, taken = list[int](), connection.Connection.data_received
+
+    def recorded(self: connection.Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        taken(self, data)
+
+    monkeypatch.setattr(connection.Connection, "data_received", recorded)
+    body = json.dumps({"prompt": "ab", "max_tokens": 2, "user": "u" * 50}).encode() + b" " * 40_000
+    async with wire_to(http.address) as wire:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n"
+        wire.writer.write(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert (await wire.read()).json["choices"][0]["text"] == "ab"
+    assert max(sizes) <= connection.READ_BYTES
+    assert len(sizes) >= 8
