@@ -39,8 +39,8 @@ def hash_layout(block_size: int) -> KVLayout:
 class HashExecutor:
     """Executor whose tokens are in 0 .. vocab_size-1; eos_token_id is one of them and comes up by chance.
 
-    step_seconds, with a `pause` such as time.sleep, makes each step last longer: a slow model. grammars: made for
-    these tokens; None: draws that have a grammar fail.
+    step_seconds, with a `pause` such as time.sleep, makes each step last longer: a slow model; and token_seconds does
+    for each token of a prompt. grammars: made for these tokens; None: draws that have a grammar fail.
     """
 
     def __init__(
@@ -53,17 +53,18 @@ class HashExecutor:
         pause: Callable[[float], None] | None = None,
         swap_blocks: int = 0,
         grammars: Masks | None = None,
+        token_seconds: float = 0.0,
     ) -> None:
         if not 0 <= eos_token_id < vocab_size:
             raise ValueError(f"eos_token_id {eos_token_id} is not in a vocabulary of {vocab_size}")
-        if step_seconds > 0 and pause is None:
-            raise ValueError("step_seconds needs a pause function")
+        if (step_seconds > 0 or token_seconds > 0) and pause is None:
+            raise ValueError("step_seconds and token_seconds need a pause function")
         self.layout = hash_layout(block_size)
         self.pool = HostPool(self.layout, num_blocks)
         self.swap = HostPool(self.layout, swap_blocks) if swap_blocks else None
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
-        self._step_seconds = step_seconds
+        self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._pause = pause
         self._grammars = grammars
 
@@ -87,9 +88,15 @@ class HashExecutor:
                 favourite = says(prefix, _GREEDY, rows.index)
                 drawn = draw(rows, prefix.digest(), self.vocab_size, favourite, lead, self._grammars)
                 answers.say(drawn.token_ids, drawn.logprobs, drawn.failures)
-        if self._pause is not None and self._step_seconds > 0:
-            self._pause(self._step_seconds)
+        self._last_longer(plan)
         return answers.result(plan.step_id)
+
+    def _last_longer(self, plan: Plan) -> None:
+        seconds = self._step_seconds
+        if self._token_seconds > 0:
+            seconds += self._token_seconds * sum(len(s.token_ids) for s in plan.slices if len(s.token_ids) > 1)
+        if seconds > 0 and self._pause is not None:
+            self._pause(seconds)
 
     def close(self) -> None:
         self.pool.close()

@@ -38,6 +38,7 @@ class ScriptedExecutor:
         pause: Callable[[float], None] | None = None,
         swap_blocks: int = 0,
         grammars: Masks | None = None,
+        token_seconds: float = 0.0,
     ) -> None:
         self._script = dict(script) if isinstance(script, Mapping) else dict(enumerate(script))
         for index, token_id in self._script.items():
@@ -46,7 +47,7 @@ class ScriptedExecutor:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"script[{index}] is token {token_id}, not in a vocabulary of {vocab_size}")
         self._kv = HashExecutor(
-            num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause, swap_blocks, grammars
+            num_blocks, block_size, vocab_size, eos_token_id, step_seconds, pause, swap_blocks, grammars, token_seconds
         )
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id

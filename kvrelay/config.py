@@ -77,6 +77,8 @@ class WorkerConfig:
     script: str = ""
     step_seconds: float = 0.0
     """hash and scripted executors only: pretend that a step takes this long."""
+    token_seconds: float = 0.0
+    """The same for each token of a prompt, so that long ones take longer."""
     drain_grace_s: float = 8.0
     verify_kv: bool = False
     prefix_cache: bool = True

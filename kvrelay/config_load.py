@@ -59,6 +59,7 @@ AT_LEAST = {
     "step_tokens": 1,
     "max_sequences": 1,
     "step_seconds": 0,
+    "token_seconds": 0,
     "drain_grace_s": 0,
     "swap_mb": 0,
     "prefill": 0,

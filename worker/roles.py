@@ -61,6 +61,7 @@ def build_executor(config: WorkerConfig) -> Executor:
             time.sleep,
             swap_blocks,
             _ByteGrammars(),
+            config.token_seconds,
         )
     from engine.scripted_executor import ScriptedExecutor
 
@@ -76,6 +77,7 @@ def build_executor(config: WorkerConfig) -> Executor:
             time.sleep,
             swap_blocks,
             _ByteGrammars(),
+            config.token_seconds,
         )
     except ValueError as error:
         raise InvalidArgument(f"{config.script}: {error}", field="script") from error

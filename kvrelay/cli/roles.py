@@ -50,6 +50,7 @@ HELP = {
     "attention": "attention backend",
     "script": "file of token ids that the scripted executor emits",
     "step_seconds": "hash and scripted executors: pretend that a step takes this long",
+    "token_seconds": "hash and scripted executors: and each token of a prompt so much longer",
     "drain_grace_s": "from SIGTERM to the end: what runs may finish meanwhile, the rest is moved to other workers",
     "prefix_cache": "keep full KV blocks after their request ended, for others that begin alike",
     "preempt": "decode: what becomes of the blocks of a sequence that must make room",

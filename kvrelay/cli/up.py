@@ -33,6 +33,7 @@ def up(
     max_attempts: Annotated[int | None, typer.Option(help="Attempts of a request that may be lost.")] = None,
     script: Annotated[str | None, typer.Option(help="Token ids for --executor scripted.")] = None,
     step_seconds: Annotated[float | None, typer.Option(help="hash, scripted: pretend a step takes this long.")] = None,
+    token_seconds: Annotated[float | None, typer.Option(help="The same, for each token of a prompt.")] = None,
     drain_grace_s: Annotated[float | None, typer.Option(help="A worker's time to finish or move (default 8).")] = None,
     prefix_cache: Annotated[bool | None, typer.Option(help="Keep KV blocks for prompts that begin alike.")] = None,
     router: Annotated[str | None, typer.Option(help=f"How workers are chosen: {', '.join(ROUTERS)}.")] = None,

@@ -22,6 +22,9 @@ pytestmark = pytest.mark.e2e
 HASH = ("--executor", "hash", "--transport", "grpc", "--step-seconds", "0.01")
 ALONE = ("--prefill", "0", "--local-prefill-below", "100000")
 """Decode computes prompts itself, in its own batch."""
+TOKEN_S = 0.0001
+LONG = 2000
+"""Tokens of a prompt that takes 0.2 s, in one chunk."""
 
 
 def recording(tmp_path: Path, *flags: str) -> tuple[str, ...]:
@@ -63,16 +66,18 @@ class Stream:
 
 
 def test_a_long_prompt_in_the_batch_is_prefill_in_the_step_of_those_that_waited(tmp_path: Path) -> None:
-    with running_cluster(tmp_path / "log", *recording(tmp_path, *ALONE, "--step-tokens", "8192")) as cluster:
+    slow = ("--step-tokens", "8192", "--token-seconds", str(TOKEN_S))
+    with running_cluster(tmp_path / "log", *recording(tmp_path, *ALONE, *slow)) as cluster:
         streams = [Stream(cluster, 20 + number, 120) for number in range(3)]
         for stream in streams:
             stream.has(40)
-        Stream(cluster, 4000, 2).join()
+        Stream(cluster, LONG, 2).join()
         for stream in streams:
             stream.join()
     told = causes_told(tmp_path)
     worst = next(gap for gap in told["worst"] if gap["token"] > 10)  # not what a busy machine's start took
     assert next(iter(worst["causes_ms"])) == "prefill_in_step", worst
+    assert worst["causes_ms"]["prefill_in_step"] == pytest.approx(1000 * TOKEN_S * LONG, rel=0.1), worst
 
 
 def test_a_sequence_that_had_to_make_room_was_preempted(tmp_path: Path) -> None:
@@ -85,7 +90,7 @@ def test_a_sequence_that_had_to_make_room_was_preempted(tmp_path: Path) -> None:
         second.join()
     worst = causes_told(tmp_path)["worst"][0]
     assert next(iter(worst["causes_ms"])) == "swap_or_preemption", worst
-    assert worst["causes_ms"]["swap_or_preemption"] > 0.8 * worst["gap_ms"]
+    assert worst["causes_ms"]["swap_or_preemption"] > 0.9 * worst["gap_ms"]
 
 
 def test_a_killed_worker_is_a_migration_of_the_streams_it_had(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_a_killed_worker_is_a_migration_of_the_streams_it_had(tmp_path: Path) ->
     assert moved, told["worst"]
     for gap in moved:
         assert next(iter(gap["causes_ms"])) == "migration", gap
-        assert gap["causes_ms"]["migration"] > 0.8 * gap["gap_ms"]
+        assert gap["causes_ms"]["migration"] > 0.9 * gap["gap_ms"]
 
 
 def metrics_of(port: int) -> dict[str, float]:
