@@ -135,7 +135,7 @@ def test_a_slow_model_pauses_once_a_step_with_the_function_it_was_given() -> Non
     run(executor, (1, 2), 0, (0,))
     run(executor, (3,), 2, (0,))
     assert pauses == [0.25, 0.25]
-    with pytest.raises(ValueError, match="step_seconds needs a pause function"):
+    with pytest.raises(ValueError, match="need a pause function"):
         HashExecutor(8, step_seconds=0.25)
     with pytest.raises(ValueError, match="eos_token_id 257 is not in a vocabulary of 100"):
         HashExecutor(8, vocab_size=100)
