@@ -51,34 +51,15 @@ def build_executor(config: WorkerConfig) -> Executor:
         return _torch_executor(config)
     num_blocks = config.num_blocks or HASH_BLOCKS
     swap_blocks = swap_blocks_of(config, hash_layout(config.block_size))
+    pace = (config.step_seconds, time.sleep)
+    served = (config.block_size, BUILTIN_VOCAB, BUILTIN_EOS, *pace, swap_blocks, _ByteGrammars(), config.token_seconds)
     if config.executor == "hash":
-        return HashExecutor(
-            num_blocks,
-            config.block_size,
-            BUILTIN_VOCAB,
-            BUILTIN_EOS,
-            config.step_seconds,
-            time.sleep,
-            swap_blocks,
-            _ByteGrammars(),
-            config.token_seconds,
-        )
+        return HashExecutor(num_blocks, *served)
     from engine.scripted_executor import ScriptedExecutor
 
     script = read_script(config.script)
     try:
-        return ScriptedExecutor(
-            num_blocks,
-            script,
-            config.block_size,
-            BUILTIN_VOCAB,
-            BUILTIN_EOS,
-            config.step_seconds,
-            time.sleep,
-            swap_blocks,
-            _ByteGrammars(),
-            config.token_seconds,
-        )
+        return ScriptedExecutor(num_blocks, script, *served)
     except ValueError as error:
         raise InvalidArgument(f"{config.script}: {error}", field="script") from error
 
