@@ -87,7 +87,7 @@ async def test_what_was_lost_with_its_worker_goes_behind_a_higher_class_that_wai
             held(lost, "decode")
             calls += [await ask(door, 20, BATCH), await ask(door, 40), await ask(door, 30, INTERACTIVE)]
             await until(lambda: [live.state.num_tokens for live in dispatcher._live.values()] == [0, 0, 1, 1, 0])
-            assert heard(lost) == [20, 40]
+            assert sorted(heard(lost)) == [20, 40]  # in either order: it may be there before the second one is
         await until(lambda: [len(live.facts.prompt_ids) for live in queue.lives()] == [30, 40, 20])
         await until(lambda: all(live.not_before <= time.monotonic() for live in queue.lives()))
         full.let_go("token0")

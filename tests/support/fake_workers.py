@@ -60,7 +60,7 @@ class FakeWorker:
         self.hold: dict[str, asyncio.Event] = {}
         self.aborted: set[tuple[str, int, int | None]] = set()
         self.sessions: list[asyncio.Queue[Report | Exception | None]] = []
-        self.known: dict[RequestId, Work] = {}
+        self.known: dict[tuple[RequestId, int], Work] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
         self.server = RpcServer()
         self.address = ""
@@ -151,7 +151,7 @@ class FakeWorker:
         if self.refuse is not None:
             self.say(Report(refused=(_named(self.refuse, work),)))
             return
-        self.known[work.request_id] = work
+        self.known[work.request_id, work.attempt] = work
         if command.local_prefill:
             self.say(Report(reserved=(Reserved(work.request_id, work.attempt, None),), load=self.load()))
             await self._gate("token0")
@@ -196,7 +196,7 @@ class FakeWorker:
         self.say(Report(tokens=tokens, records=(record,), load=self.load()))
 
     def _start(self, command: Start) -> None:
-        self._run(self.known[command.request_id], command.first_tokens, landed=True)
+        self._run(self.known[command.request_id, command.attempt], command.first_tokens, landed=True)
 
     def _run(self, work: Work, firsts: tuple[int, ...], landed: bool = False) -> None:
         """One task per sequence that does not end with its first token."""
