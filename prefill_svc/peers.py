@@ -21,6 +21,7 @@ class Peers:
         self._busy_with = busy_with
         self._targets: dict[Incarnation, OpenLink] = {}
         self._redials: dict[Incarnation, float] = {}
+        self._linked: set[Incarnation] = set()
 
     def want(self, target: OpenLink) -> OpenLink:
         """A hand-off to this peer begins."""
@@ -29,8 +30,13 @@ class Peers:
         return target
 
     def lost(self, peer: Incarnation, now: float) -> None:
-        """Its link ended, or could not be made."""
-        if peer in self._targets:
+        """Its link ended, or could not be made.
+
+        A link may come up when nobody wants it any more, as the hand-off ended while it was dialled again; then the
+        transport knows the peer, and has to let go of it once more.
+        """
+        if peer in self._targets or peer in self._linked:
+            self._linked.discard(peer)
             self._redials[peer] = now if peer not in self._redials else now + REDIAL_S
 
     def due(self, now: float) -> list[OpenLink | DropPeer]:
@@ -38,7 +44,8 @@ class Peers:
         actions: list[OpenLink | DropPeer] = []
         for peer, at in list(self._redials.items()):
             if not self._busy_with(peer):
-                del self._redials[peer], self._targets[peer]
+                del self._redials[peer]
+                self._targets.pop(peer, None)
                 actions.append(DropPeer(peer))
             elif at <= now:
                 self._redials[peer] = now + REDIAL_S
@@ -47,6 +54,7 @@ class Peers:
 
     def linked(self, peer: Incarnation) -> None:
         """Its link is up."""
+        self._linked.add(peer)
         self._redials.pop(peer, None)
 
     def next_due(self) -> float | None:

@@ -89,7 +89,10 @@ class CoordinatorNode:
         return blocks
 
     async def _announced(self, end: End) -> None:
-        description, leaving = await end.read()
+        said = await end.read()
+        if said is None:  # cut before it was here: a server would never hear of such a call
+            return
+        description, leaving = said
         if leaving:
             self.roster.leaving(description.worker_id, description.incarnation)
         else:
@@ -97,7 +100,9 @@ class CoordinatorNode:
         await end.write(self.roster.coordinator_id)
 
     async def _generate(self, end: End) -> None:
-        ask: Ask = await end.read()
+        ask: Ask | None = await end.read()
+        if ask is None:
+            return
         now = time.monotonic()
         self._serial += 1
         facts = RequestFacts(

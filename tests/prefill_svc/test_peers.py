@@ -42,3 +42,19 @@ def test_an_unknown_peer_is_nobodys_business() -> None:
     peers = Peers(lambda peer: False)
     peers.lost(D, 1.0)
     assert peers.due(1.0) == []
+
+
+def test_a_link_that_comes_up_after_its_hand_off_has_ended_is_let_go_of_with_its_end() -> None:
+    busy = {D}
+    peers = Peers(lambda peer: peer in busy)
+    peers.want(TARGET)
+    peers.lost(D, 1.0)
+    assert peers.due(1.0) == [TARGET]
+    busy.clear()
+    assert peers.due(1.1) == [DropPeer(D)]
+    peers.linked(D)  # the dial that was under way
+    assert peers.due(2.0) == []
+    peers.lost(D, 5.0)
+    assert peers.due(5.0) == [DropPeer(D)]
+    peers.lost(D, 6.0)
+    assert peers.due(6.0) == []
