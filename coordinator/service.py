@@ -13,7 +13,6 @@ import time
 from typing import TypeAlias
 
 import grpc
-import structlog
 
 from coordinator.live import Live, Times
 from coordinator.request_wire import raw_request
@@ -25,8 +24,6 @@ from kvrelay.rpc.sampling_convert import add_logprobs
 from kvrelay.rpc.status import to_grpc_status
 from kvrelay.telemetry import calls
 from kvrelay.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-
-log = structlog.get_logger("coordinator.service")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
 REASONS = {

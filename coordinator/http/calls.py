@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import structlog
 from opentelemetry.trace import Span
 from starlette.types import Receive, Scope, Send
 
@@ -25,8 +24,6 @@ from coordinator.http.tracing import end_span
 from kvrelay.errors import Cancelled, InvalidArgument, KVRelayError
 from kvrelay.rpc.status import as_error
 from kvrelay.telemetry import calls
-
-log = structlog.get_logger("coordinator.http")
 
 BODY_S = 60.0
 """How long a body may take to come."""

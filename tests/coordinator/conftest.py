@@ -6,24 +6,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from support.door import MODEL, Door, join
+from support.door import Door, Pairs, join, opened
 from support.fake_workers import FakeWorker
 
-from coordinator.main import Coordinator
-from kvrelay.config import CoordinatorConfig
 from kvrelay.requests import Role
-from kvrelay.rpc.channel import open_channel
 
 
 @pytest_asyncio.fixture
 async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
-    changes = getattr(request, "param", {})
-    config = CoordinatorConfig(listen="127.0.0.1:0", executor="hash", **changes)
-    coordinator = Coordinator(config, MODEL)
-    address = await coordinator.start()
-    async with open_channel(address) as channel:
-        yield Door(coordinator, address, channel)
-    await coordinator.stop(0)
+    async with opened(**getattr(request, "param", {})) as door:
+        yield door
 
 
 @pytest_asyncio.fixture
@@ -31,3 +23,16 @@ async def pair(door: Door) -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
     async with FakeWorker(Role.PREFILL, "p0") as prefill, FakeWorker(Role.DECODE, "d0") as decode:
         await join(door, prefill, decode)
         yield prefill, decode
+
+
+@pytest_asyncio.fixture
+async def pairs(door: Door) -> AsyncIterator[Pairs]:
+    """p0, p1, d0, d1; of each role the first one is taken first."""
+    async with (
+        FakeWorker(Role.PREFILL, "p0") as p0,
+        FakeWorker(Role.PREFILL, "p1") as p1,
+        FakeWorker(Role.DECODE, "d0") as d0,
+        FakeWorker(Role.DECODE, "d1") as d1,
+    ):
+        await join(door, p0, p1, d0, d1)
+        yield p0, p1, d0, d1

@@ -478,7 +478,7 @@ async def test_a_stop_lets_open_streams_end_and_cuts_what_is_left() -> None:
         endless = asyncio.ensure_future(door.ask(text="x", max_tokens=900))
         await until(lambda: len(decode.commands(Start)) == 2)
         stopping = asyncio.ensure_future(coordinator.stop(1.0))
-        await asyncio.sleep(0.05)
+        await until(lambda: coordinator.server.edge.draining)
         late = await door.ask(text="x", max_tokens=2)
         assert isinstance(late.error, Unavailable)
         assert len((await good).tokens) == 20

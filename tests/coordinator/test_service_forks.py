@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from support.door import Answer, Door, held, join, read_all, until
+from support.door import Answer, Door, Pairs, held, join, read_all, until
 from support.fake_workers import FakeWorker
 
 from kvrelay.errors import DeadlineExceeded, Internal, KVRelayError, Unavailable
@@ -18,7 +17,6 @@ from kvrelay.session import Abort, ComputeRecord, Ended, Landed, Prefill, Report
 from kvrelay.v1 import inference_pb2
 
 N = 4
-Workers = tuple[FakeWorker, FakeWorker, FakeWorker, FakeWorker]
 
 
 class Many(Answer):
@@ -71,19 +69,6 @@ async def ask(door: Door, **fields: Any) -> Many:
 def letters(sequence: int, count: int) -> list[int]:
     """What fake workers say in one sequence."""
     return [97 + (i + sequence) % 26 for i in range(count)]
-
-
-@pytest_asyncio.fixture
-async def workers(door: Door) -> AsyncIterator[Workers]:
-    """p0, p1, d0, d1; of each role the first one is taken first."""
-    async with (
-        FakeWorker(Role.PREFILL, "p0") as p0,
-        FakeWorker(Role.PREFILL, "p1") as p1,
-        FakeWorker(Role.DECODE, "d0") as d0,
-        FakeWorker(Role.DECODE, "d1") as d1,
-    ):
-        await join(door, p0, p1, d0, d1)
-        yield p0, p1, d0, d1
 
 
 async def test_four_sequences_of_one_prompt_one_reserve_and_one_start(
@@ -170,8 +155,8 @@ async def test_decode_alone_computes_the_prompt_and_all_sequences(door: Door) ->
         assert (await ask(door, max_tokens=1)).all_ids == [[97], [98], [99], [100]]
 
 
-async def test_decode_dies_after_the_fork_and_each_sequence_goes_on_alone(door: Door, workers: Workers) -> None:
-    p0, p1, d0, d1 = workers
+async def test_decode_dies_after_the_fork_and_each_sequence_goes_on_alone(door: Door, pairs: Pairs) -> None:
+    p0, p1, d0, d1 = pairs
     p0.cached_tokens, p1.cached_tokens = 2, 4
     held(d0, "token 3")
     answer, asked = begin(door, max_tokens=6, sampling={"seed": 7})
@@ -192,8 +177,8 @@ async def test_decode_dies_after_the_fork_and_each_sequence_goes_on_alone(door: 
     await door.idle()
 
 
-async def test_one_sequence_that_decode_gives_up_moves_alone(door: Door, workers: Workers) -> None:
-    _, _, d0, d1 = workers
+async def test_one_sequence_that_decode_gives_up_moves_alone(door: Door, pairs: Pairs) -> None:
+    _, _, d0, d1 = pairs
     held(d0, "token 2")
     answer, asked = begin(door, max_tokens=4)
     await until(lambda: answer.num_tokens == [2] * N)
@@ -211,8 +196,8 @@ async def test_one_sequence_that_decode_gives_up_moves_alone(door: Door, workers
     assert d0.commands(Abort) == []
 
 
-async def test_a_failed_hand_off_moves_all_sequences(door: Door, workers: Workers) -> None:
-    p0, _, d0, d1 = workers
+async def test_a_failed_hand_off_moves_all_sequences(door: Door, pairs: Pairs) -> None:
+    p0, _, d0, d1 = pairs
     held(p0, "landed")
     held(d0, "decode")
     answer, asked = begin(door, max_tokens=3)
@@ -225,8 +210,8 @@ async def test_a_failed_hand_off_moves_all_sequences(door: Door, workers: Worker
     assert (p0.commands(Abort), d0.commands(Abort)) == ([], [])
 
 
-async def test_a_worker_lost_before_the_fork_moves_the_whole_request(door: Door, workers: Workers) -> None:
-    p0, _, d0, d1 = workers
+async def test_a_worker_lost_before_the_fork_moves_the_whole_request(door: Door, pairs: Pairs) -> None:
+    p0, _, d0, d1 = pairs
     held(p0, "token0")
     answer, asked = begin(door, max_tokens=3)
     await until(lambda: p0.commands(Prefill))
@@ -240,10 +225,8 @@ async def test_a_worker_lost_before_the_fork_moves_the_whole_request(door: Door,
 
 
 @pytest.mark.parametrize("landed", [True, False])
-async def test_prefill_dies_after_the_fork_and_decode_is_asked_first(
-    door: Door, workers: Workers, landed: bool
-) -> None:
-    p0, _, d0, d1 = workers
+async def test_prefill_dies_after_the_fork_and_decode_is_asked_first(door: Door, pairs: Pairs, landed: bool) -> None:
+    p0, _, d0, d1 = pairs
     held(p0, "landed")
     held(d0, "decode")
     answer, asked = begin(door, max_tokens=3)
@@ -388,11 +371,9 @@ async def test_attempts_that_are_used_up_end_the_stream(door: Door) -> None:
     await door.idle()
 
 
-async def test_a_request_asked_later_is_placed_after_all_sequences_of_one_that_moves(
-    door: Door, workers: Workers
-) -> None:
+async def test_a_request_asked_later_is_placed_after_all_sequences_of_one_that_moves(door: Door, pairs: Pairs) -> None:
     """Each sequence has a place of its own in the queue, before whoever came after its request."""
-    _, _, d0, d1 = workers
+    _, _, d0, d1 = pairs
     held(d0, "token 1")
     answer, asked = begin(door, max_tokens=3)
     await until(lambda: answer.num_tokens == [1] * N)

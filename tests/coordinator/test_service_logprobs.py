@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
-from support.door import Answer, Door, held, join, read_all, until
+from support.door import Answer, Door, Pairs, held, read_all, until
 from support.fake_workers import FakeWorker, logprobs_of
 
 from kvrelay.errors import InvalidArgument
-from kvrelay.requests import Priority, Role, Sampling
+from kvrelay.requests import Priority, Sampling
 from kvrelay.session import Abort, Ended, Prefill, Report, Reserve, TokenOut
 from kvrelay.v1 import common_pb2, inference_pb2
 
-Pairs = tuple[FakeWorker, FakeWorker, FakeWorker, FakeWorker]
 FEW = Sampling(logprobs=2)
-
-
-@pytest_asyncio.fixture
-async def pairs(door: Door) -> AsyncIterator[Pairs]:
-    """p0, p1, d0, d1; of each role the first one is taken first."""
-    async with (
-        FakeWorker(Role.PREFILL, "p0") as p0,
-        FakeWorker(Role.PREFILL, "p1") as p1,
-        FakeWorker(Role.DECODE, "d0") as d0,
-        FakeWorker(Role.DECODE, "d1") as d1,
-    ):
-        await join(door, p0, p1, d0, d1)
-        yield p0, p1, d0, d1
 
 
 def assert_each_has_its_own(tokens: list[inference_pb2.Token]) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from support.door import Answer, Door, held, join, until
+from support.door import Answer, Door, Pairs, held, until
 from support.fake_workers import FakeWorker
 from support.lifecycles import TICKET
 
@@ -17,21 +15,6 @@ from coordinator.admission import NO_WORKER_GRACE_S
 from kvrelay.errors import Aborted, Internal, Unavailable
 from kvrelay.requests import RequestId, Role
 from kvrelay.session import Abort, Ended, Prefill, Refused, Report, Reserve, Reserved, Start
-
-Pairs = tuple[FakeWorker, FakeWorker, FakeWorker, FakeWorker]
-
-
-@pytest_asyncio.fixture
-async def pairs(door: Door) -> AsyncIterator[Pairs]:
-    """p0, p1, d0, d1; of each role the first one is taken first."""
-    async with (
-        FakeWorker(Role.PREFILL, "p0") as p0,
-        FakeWorker(Role.PREFILL, "p1") as p1,
-        FakeWorker(Role.DECODE, "d0") as d0,
-        FakeWorker(Role.DECODE, "d1") as d1,
-    ):
-        await join(door, p0, p1, d0, d1)
-        yield p0, p1, d0, d1
 
 
 def letters(count: int) -> list[int]:

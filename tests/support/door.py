@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,13 @@ from coordinator.main import Coordinator
 from coordinator.model_facts import load_model
 from kvrelay.config import CoordinatorConfig
 from kvrelay.errors import KVRelayError
+from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = load_model(CoordinatorConfig(executor="hash"))
+Pairs = tuple[FakeWorker, FakeWorker, FakeWorker, FakeWorker]
+"""p0, p1, d0, d1."""
 
 
 async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
@@ -105,3 +109,13 @@ async def join(door: Door, *workers: FakeWorker) -> None:
 
 def held(worker: FakeWorker, step: str) -> None:
     worker.hold[step] = asyncio.Event()
+
+
+@asynccontextmanager
+async def opened(**changes: Any) -> AsyncIterator[Door]:
+    """A coordinator of the hash model with these settings, and a channel to it; it is stopped at the end."""
+    coordinator = Coordinator(CoordinatorConfig(**{"listen": "127.0.0.1:0", "executor": "hash", **changes}), MODEL)
+    address = await coordinator.start()
+    async with open_channel(address) as channel:
+        yield Door(coordinator, address, channel)
+    await coordinator.stop(0)

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support.door import MODEL, Door, held, join, until
+from support.door import MODEL, Door, held, join, opened, until
 from support.fake_workers import FakeWorker
 from support.http_client import Wire, asked, small_window, wire_to
 from support.http_door import HttpDoor
@@ -121,17 +121,15 @@ async def test_a_reader_that_stops_is_cut_off_and_its_connection_dropped(http: H
 
 
 async def test_while_it_drains_new_requests_are_refused_and_open_streams_end_well() -> None:
-    config = CoordinatorConfig(listen="127.0.0.1:0", http="127.0.0.1:0", executor="hash")
-    coordinator = Coordinator(config, MODEL)
-    address = await coordinator.start()
-    assert coordinator.http is not None
-    at = coordinator.http.address
     async with (
-        open_channel(address) as channel,
+        opened(http="127.0.0.1:0") as door,
         FakeWorker(Role.PREFILL, "p0") as prefill,
         FakeWorker(Role.DECODE, "d0") as decode,
     ):
-        await join(Door(coordinator, address, channel), prefill, decode)
+        coordinator = door.coordinator
+        assert coordinator.http is not None
+        at = coordinator.http.address
+        await join(door, prefill, decode)
         held(decode, "token 2")
         async with wire_to(at) as open_one, wire_to(at) as idle:
             idle.ask("/health", method="GET")
@@ -139,7 +137,7 @@ async def test_while_it_drains_new_requests_are_refused_and_open_streams_end_wel
             open_one.ask(COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "stream": True})
             assert (await open_one.head()).status == 200
             stopping = asyncio.ensure_future(coordinator.stop(5.0))
-            await asyncio.sleep(0.05)  # it begins
+            await until(lambda: coordinator.http is not None and coordinator.http.door.draining)
             refused = await asked(at, COMPLETIONS, {"prompt": "x"})
             assert (refused.status, refused.headers["retry-after"]) == (503, "1")
             idle.ask("/health", method="GET")
@@ -156,17 +154,15 @@ async def test_while_it_drains_new_requests_are_refused_and_open_streams_end_wel
 
 
 async def test_what_is_open_after_the_grace_gets_an_error_event() -> None:
-    config = CoordinatorConfig(listen="127.0.0.1:0", http="127.0.0.1:0", executor="hash")
-    coordinator = Coordinator(config, MODEL)
-    address = await coordinator.start()
-    assert coordinator.http is not None
-    at = coordinator.http.address
     async with (
-        open_channel(address) as channel,
+        opened(http="127.0.0.1:0") as door,
         FakeWorker(Role.PREFILL, "p0") as prefill,
         FakeWorker(Role.DECODE, "d0") as decode,
     ):
-        await join(Door(coordinator, address, channel), prefill, decode)
+        coordinator = door.coordinator
+        assert coordinator.http is not None
+        at = coordinator.http.address
+        await join(door, prefill, decode)
         held(decode, "token 2")
         async with wire_to(at) as streams, wire_to(at) as whole:
             streams.ask(COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "stream": True})
