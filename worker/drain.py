@@ -48,11 +48,12 @@ class Leaving:
     def look(self, load: Load, num_sessions: int, now: float) -> tuple[Leaving, bool]:
         """To be called some ten times a second. Returns the new state and whether it is time to close everything.
 
-        Without a session there is no request to wait for, but maybe a write.
+        Without a session there is no request to wait for, but maybe a write. A load from before the engine heard of
+        it (draining) says nothing: a step that began with it may take long, and what it computes is not in it yet.
         """
-        busy_at = self.busy_at if is_idle(load) else now
+        busy_at = self.busy_at if load.draining and is_idle(load) else now
         after = Leaving(self.times, busy_at)
-        if num_sessions == 0 and is_quiet(load):
+        if num_sessions == 0 and load.draining and is_quiet(load):
             return after, True
         return after, now >= self.times.close_at or now - busy_at >= SETTLE_S
 

@@ -15,7 +15,7 @@ from kvrelay.session import Drain, Load
 from worker.drain import SETTLE_S, DrainTimes, Leaving
 from worker.events import CommandReceived, DrainAsked, Leave, SendReport, SessionOpened
 
-IDLE = Load(BlockCounts(8, 8))
+IDLE = Load(BlockCounts(8, 8), draining=True)
 
 
 @pytest.fixture(params=["nixl", "grpc"])
@@ -48,6 +48,19 @@ def test_it_closes_once_nothing_came_for_a_moment() -> None:
     assert not done
     wait, done = wait.look(IDLE, 1, 0.151 + SETTLE_S)
     assert done
+
+
+def test_a_load_from_before_the_engine_heard_of_it_is_no_reason_to_close() -> None:
+    """A step that computes the first chunk of a prompt began with a load that knew nothing of it."""
+    before, wait = replace(IDLE, draining=False), Leaving(DrainTimes.of(8.0, 0.0), 0.0)
+    for at in (0.1, 0.5, 2.0):
+        assert not wait.look(before, 0, at)[1]
+        wait, done = wait.look(before, 1, at)
+        assert not done
+    wait, done = wait.look(IDLE, 1, 2.1)
+    assert not done
+    assert wait.look(IDLE, 1, 2.001 + SETTLE_S)[1]
+    assert wait.look(before, 0, 7.25)[1]
 
 
 def test_it_closes_near_the_end_whatever_is_left() -> None:
