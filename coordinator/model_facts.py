@@ -10,7 +10,7 @@ from coordinator.validate import Limits
 from kvrelay.config import CoordinatorConfig
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
 from kvrelay.models.catalog import resolve
-from kvrelay.models.config import ModelConfig, fingerprint
+from kvrelay.models.config import ModelConfig, fingerprint, tokenizer_hash
 from kvrelay.session import ModelIdentity
 
 assert (BYTE_VOCAB, BYTE_EOS) == (BUILTIN_VOCAB, BUILTIN_EOS), "workers and coordinator must agree on bytes"
@@ -40,5 +40,5 @@ def load_model(config: CoordinatorConfig) -> ServedModel:
     directory = resolve(config.model)
     facts = ModelConfig.from_dir(directory)
     name = Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
-    identity = ModelIdentity(name, fingerprint(directory), facts.vocab, facts.max_positions)
+    identity = ModelIdentity(name, fingerprint(directory), facts.vocab, facts.max_positions, tokenizer_hash(directory))
     return ServedModel(identity, facts.eos_ids, HuggingFaceCodec(directory, facts.vocab))

@@ -136,6 +136,7 @@ def mismatch(state: Registry, description: WorkerDescription) -> KVRelayError | 
         ("executor", state.served.executor, description.executor),
         ("model.fingerprint", state.served.model.fingerprint, description.model.fingerprint),
         ("model.vocab_size", state.served.model.vocab_size, description.model.vocab_size),
+        ("model.tokenizer_hash", state.served.model.tokenizer_hash, description.model.tokenizer_hash),
         ("model.max_context", state.served.model.max_context, description.model.max_context),
     ]
     others = [k.description for k in state.workers.values() if k.description.worker_id != description.worker_id]

@@ -21,12 +21,16 @@ MAX_FRAME_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What must be equal for two processes to serve one model. fingerprint hashes config and weights' contents."""
+    """What must be equal for two processes to serve one model. fingerprint hashes config and weights' contents.
+
+    tokenizer_hash: what texts become, and what a grammar allows; "" for a model without a tokenizer of its own.
+    """
 
     model_id: str
     fingerprint: str
     vocab_size: int
     max_context: int
+    tokenizer_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.errors import InvalidArgument, NotFound
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
 from kvrelay.models.catalog import resolve
-from kvrelay.models.config import ModelConfig, fingerprint
+from kvrelay.models.config import ModelConfig, fingerprint, tokenizer_hash
 from kvrelay.requests import Role
 from kvrelay.session import ModelIdentity
 
@@ -37,6 +37,7 @@ def identity_of(config: WorkerConfig) -> ModelIdentity:
         fingerprint=fingerprint(directory),
         vocab_size=facts.vocab,
         max_context=facts.max_positions,
+        tokenizer_hash=tokenizer_hash(directory),
     )
 
 

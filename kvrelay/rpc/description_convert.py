@@ -81,6 +81,7 @@ def model_to_proto(model: ModelIdentity) -> common_pb2.ModelIdentity:
         fingerprint=model.fingerprint,
         vocab_size=model.vocab_size,
         max_context=model.max_context,
+        tokenizer_hash=model.tokenizer_hash,
     )
 
 
@@ -90,6 +91,7 @@ def model_from_proto(proto: common_pb2.ModelIdentity, path: str = "model") -> Mo
         fingerprint=text(proto.fingerprint, f"{path}.fingerprint"),
         vocab_size=at_least(proto.vocab_size, 1, f"{path}.vocab_size"),
         max_context=at_least(proto.max_context, 1, f"{path}.max_context"),
+        tokenizer_hash=proto.tokenizer_hash,
     )
 
 

@@ -383,10 +383,13 @@ class ModelIdentity(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     fingerprint: _builtins.str
     vocab_size: _builtins.int
     max_context: _builtins.int
+    tokenizer_hash: _builtins.str
+    """Of tokenizer.json; empty for a model without one."""
     def __init__(
         self,
         *,
@@ -394,10 +397,11 @@ class ModelIdentity(_message.Message):
         fingerprint: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
         max_context: _builtins.int = ...,
+        tokenizer_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_context", b"max_context", "model_id", b"model_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_context", b"max_context", "model_id", b"model_id", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,6 +73,7 @@ def test_a_new_address_of_the_same_life_replaces_the_old_one() -> None:
         ({"executor": "torch"}, "executor", ("'hash'", "'torch'")),
         ({"model": replace(MODEL, fingerprint="f2")}, "model.fingerprint", ("'builtin-hash'", "'f2'")),
         ({"model": replace(MODEL, vocab_size=9)}, "model.vocab_size", ("258", "9")),
+        ({"model": replace(MODEL, tokenizer_hash="t2")}, "model.tokenizer_hash", ("''", "'t2'")),
         ({"model": replace(MODEL, max_context=7)}, "model.max_context", ("1000", "7")),
         ({"transport": "nixl"}, "transport", ("'grpc'", "'nixl'")),
         ({"layout": replace(LAYOUT, block_size=32)}, "layout.block_size", ("16", "32")),

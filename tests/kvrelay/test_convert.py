@@ -99,7 +99,7 @@ def works(draw: st.DrawFn) -> session.Work:
     )
 
 
-models = st.builds(session.ModelIdentity, NAME, NAME, U32_POSITIVE, U32_POSITIVE)
+models = st.builds(session.ModelIdentity, NAME, NAME, U32_POSITIVE, U32_POSITIVE, NAME)
 descriptions = st.builds(
     session.WorkerDescription,
     worker_id=NAME,

@@ -2,14 +2,19 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiny_llama import TinyShape, random_llama
 
+from coordinator.model_facts import load_model
+from kvrelay.config import CoordinatorConfig, WorkerConfig
 from kvrelay.errors import InvalidArgument, KVRelayError, NotFound, Unimplemented
 from kvrelay.models.config import Llama3Rope, ModelConfig, fingerprint, tokenizer_hash
+from kvrelay.requests import Role
+from worker.roles import identity_of
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -160,3 +165,14 @@ def test_the_tokenizer_hash_follows_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "b" / "tokenizer.json").unlink()
     with pytest.raises(NotFound, match=r"tokenizer.json: no such file"):
         tokenizer_hash(tmp_path / "b")
+
+
+def test_coordinator_and_worker_name_a_model_alike_and_another_tokenizer_makes_it_another(tmp_path: Path) -> None:
+    """Texts become other tokens with it, and grammars allow others: nothing would fail, and all would be wrong."""
+    here, there = random_llama(tmp_path / "a" / "m"), random_llama(tmp_path / "b" / "m")
+    served = load_model(CoordinatorConfig(model=str(here))).identity
+    assert identity_of(WorkerConfig(role=Role.DECODE, model=str(there))) == served
+    file = there / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|bos|>", "<|box|>"))
+    changed = identity_of(WorkerConfig(role=Role.DECODE, model=str(there)))
+    assert changed == replace(served, tokenizer_hash=tokenizer_hash(there)) != served
