@@ -18,6 +18,8 @@ from kvrelay.errors import InvalidArgument, KVRelayError, ResourceExhausted, Una
 
 MAX_WAITING = 32
 """Constraints, the one that is being compiled among them."""
+MAX_ASKING = 1024
+"""Requests that wait for any of them; each may hold a prompt of several MB, and is not open yet."""
 MAX_REMEMBERED = 256
 """Of at most 64 KiB each, and their grammars."""
 
@@ -48,7 +50,8 @@ class Compiling:
     async def grammar(self, constraint: Constraint) -> str:
         """What Sampling.grammar takes. InvalidArgument names the field; Unimplemented: not with this tokenizer.
 
-        ResourceExhausted when too many wait; Unavailable: it is not known whether it can be compiled.
+        ResourceExhausted when too many of them, or too many requests, wait; Unavailable: it is not known whether it
+        can be compiled.
         """
         check_constraint(constraint)
         outcome: Outcome | None = self._known.get(constraint)
@@ -73,6 +76,8 @@ class Compiling:
         self._thread.shutdown()
 
     async def _compiled(self, constraint: Constraint) -> Outcome:
+        if sum(wanted.askers for wanted in self._wanted.values()) >= MAX_ASKING:
+            raise ResourceExhausted(f"{MAX_ASKING} requests wait for their grammars", retry_after_s=1.0)
         wanted = self._wanted.get(constraint)
         if wanted is None:
             wanted = self._want(constraint)

@@ -9,26 +9,26 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from opentelemetry.trace import Span
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.http.connection import connection_of
 from coordinator.http.counting import Counting
 from coordinator.http.door import Door
 from coordinator.http.errors import Headers, Rejected, error_body, meaning_of, retry_headers
 from coordinator.http.tracing import end_span
-from kvrelay.errors import Cancelled, InvalidArgument, KVRelayError
+from kvrelay.errors import Cancelled, DeadlineExceeded, InvalidArgument, KVRelayError
 from kvrelay.rpc.status import as_error
 from kvrelay.telemetry import calls
 
 BODY_S = 60.0
 """How long a body may take to come."""
 READ_S = 60.0
-"""How long a client may take to read enough of a whole answer for its next part to go out."""
+"""How long a client may take to read enough of a whole answer for its next part to go out, or for the last event."""
 PART_BYTES = 128 * 1024
 """Of an answer, written in one turn of the loop."""
 TIMEOUT_HEADER = "x-request-timeout"
@@ -100,13 +100,30 @@ class Call:
             )
         return self.accepted_at + seconds
 
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """DeadlineExceeded once the caller's deadline passes in the block, which ends it.
+
+        For what goes on before a request is taken in: from then on the dispatcher keeps its deadline.
+        """
+        try:
+            async with asyncio.timeout_at(self.deadline_at):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the request was taken in") from None
+
     async def body(self) -> bytearray:
-        """The whole body. Rejected: too large, packed, or too slow; Unavailable: too much comes at once."""
+        """The whole body. Rejected: too large, packed, or too slow; Unavailable: too much comes at once;
+        DeadlineExceeded."""
         limit, said = self.door.max_body_bytes, self.headers.get("content-length", "0")
         if self.headers.get("content-encoding", "identity") != "identity":
             raise Rejected(415, "content-encoding: only identity is supported", "unsupported_encoding")
         if said.isdigit() and int(said) > limit:
             raise _too_large(limit)
+        async with self.in_time():
+            return await self._body(limit)
+
+    async def _body(self, limit: int) -> bytearray:
         body, counting, num_counted = bytearray(), Counting(), 0
         try:
             async with asyncio.timeout(BODY_S):
@@ -154,7 +171,8 @@ class Call:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def last_event(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        """CutOff if the client does not read it."""
+        await self._send_part(data, False)
 
     async def _guarded(self, work: Callable[[Call], Awaitable[None]]) -> None:
         try:
@@ -185,12 +203,16 @@ class Call:
                 length -= len(part)
                 await self._send_part(part, bool(length))
 
-    async def _send_part(self, part: bytes, more: bool) -> None:
+    async def _send_in_time(self, message: Message) -> None:
+        """Of what no stream watches over, also the head of an answer behind one that was not read."""
         try:
             async with asyncio.timeout(READ_S):
-                await self._send({"type": "http.response.body", "body": part, "more_body": more})
+                await self._send(message)
         except TimeoutError:
             raise CutOff from None
+
+    async def _send_part(self, part: bytes, more: bool) -> None:
+        await self._send_in_time({"type": "http.response.body", "body": part, "more_body": more})
         if more and len(part) == PART_BYTES:
             await asyncio.sleep(0)
 
@@ -200,7 +222,7 @@ class Call:
         ids = [(name.encode(), value.encode("latin-1")) for name, value in said]
         if not any(name == calls.LABEL_HEADER for name, _ in said):
             ids.append((calls.LABEL_HEADER.encode(), self.ids.request_id.encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *ids]})
+        await self._send_in_time({"type": "http.response.start", "status": status, "headers": [*headers, *ids]})
 
     @contextmanager
     def _noticing_hang_up(self) -> Iterator[None]:

@@ -36,6 +36,10 @@ HEAD_S = 20.0
 """How long a request's headers may take to come; also the first one's of a new connection."""
 LINGER_S = 1.0
 """How long what still comes after a refusal is thrown away: closing at once would take the refusal back as well."""
+MAX_AHEAD = 8
+MAX_AHEAD_BYTES = 64 * 1024
+"""Of requests sent behind one that is still being answered. Up to there they are read, as a hang-up is noticed only by
+reading; what goes beyond it waits until that answer is out."""
 MAX_CONNECTIONS = 4096
 """At once. Half of the files that the process may have open, where that is less."""
 
@@ -51,7 +55,7 @@ class Connection(HttpToolsProtocol):
         self._is_over = False
         self._in_head = True
         self._has_moved = False
-        self._num_waiting = 0
+        self._num_waiting = self._num_ahead = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
@@ -78,6 +82,7 @@ class Connection(HttpToolsProtocol):
         self._num_waiting = 0 if self._has_moved else self._num_waiting + len(data)
         if self._is_over:
             return
+        self._read_ahead(len(data))
         if self._num_waiting > MAX_HEAD_BYTES:
             self._refuse(_too_large())
         elif self._in_head and self._num_waiting and self._head_timer is None:
@@ -153,6 +158,12 @@ class Connection(HttpToolsProtocol):
     @property
     def _answers(self) -> bool:
         return self._active is not None and not self._active.response_complete
+
+    def _read_ahead(self, num_bytes: int) -> None:
+        """uvicorn stops reading at the first request that has to wait for another one's answer."""
+        self._num_ahead = self._num_ahead + num_bytes if self.pipeline else 0
+        if self.pipeline and len(self.pipeline) <= MAX_AHEAD and self._num_ahead <= MAX_AHEAD_BYTES:
+            self.flow.resume_reading()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)

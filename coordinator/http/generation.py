@@ -61,7 +61,8 @@ async def generate(call: Call, asked: Asked) -> None:
     serving = call.door.serving
     opened: list[Opened] = []
     try:
-        await _open(call, asked, opened)
+        async with call.in_time():
+            await _open(call, asked, opened)
         live = opened[0].live
         model = serving.model.identity.model_id
         answer = Answer(asked.shape, live.id, call.accepted_ns // 10**9, model)

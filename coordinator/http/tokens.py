@@ -15,7 +15,14 @@ from coordinator.text import IDS_AT_ONCE
 
 async def tokenize(call: Call) -> None:
     """The tokens of a text, or of messages as a chat would send them to the model."""
-    body, serving = parse(Tokenize, await call.body()), call.door.serving
+    body = parse(Tokenize, await call.body())
+    async with call.in_time():
+        answer = await _tokenized(call, body)
+    await call.answer_text(answer)
+
+
+async def _tokenized(call: Call, body: Tokenize) -> str:
+    serving = call.door.serving
     model, special = body.model or "", body.add_special_tokens
     call.names = TEMPLATE_NAMES
     if body.messages is not None:
@@ -27,9 +34,7 @@ async def tokenize(call: Call) -> None:
         token_ids = await serving.tokenize(model, body.prompt, special is not False)
     else:
         raise wrong("prompt", "one of prompt and messages must be set")
-    await call.answer_text(
-        await serving.tokenizing.aside(len(token_ids), answer_of, token_ids, serving.limits.context_limit)
-    )
+    return await serving.tokenizing.aside(len(token_ids), answer_of, token_ids, serving.limits.context_limit)
 
 
 def answer_of(token_ids: list[int], context_limit: int) -> str:
@@ -42,4 +47,6 @@ def answer_of(token_ids: list[int], context_limit: int) -> str:
 async def detokenize(call: Call) -> None:
     body, serving = parse(Detokenize, await call.body()), call.door.serving
     call.names = {"token_ids": "tokens"}
-    await call.answer({"prompt": await serving.detokenize(body.model or "", body.tokens)})
+    async with call.in_time():
+        text = await serving.detokenize(body.model or "", body.tokens)
+    await call.answer({"prompt": text})

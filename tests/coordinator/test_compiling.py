@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import coordinator.compiling as compiling_module
 import coordinator.trial_process as process_module
 from coordinator.compiling import Compiling
 from coordinator.constraints import Constraint, ConstraintKind, compile_grammar
 from coordinator.text import ByteCodec, Tokenizing
-from kvrelay.errors import InvalidArgument, Unavailable, Unimplemented
+from kvrelay.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 
 ENDLESS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"integer","multipleOf":1000003}')
 
@@ -135,6 +136,21 @@ async def test_equal_constraints_at_a_time_are_compiled_once(
     assert {str(refusal) for refusal in refusals} == {"json_schema: takes more than 1 s of processor time to compile"}
     assert len({id(refusal) for refusal in refusals}) == 100
     assert texts == ["[0-9]{6}", ENDLESS.text]
+
+
+async def test_who_waits_for_a_constraint_is_counted_though_it_is_one_constraint(
+    compiling: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling_module, "MAX_ASKING", 3)
+    asked = [asyncio.ensure_future(compiling.grammar(regex("[0-9]{9}"))) for _ in range(3)]
+    await asyncio.sleep(0)  # all of them wait
+    with pytest.raises(ResourceExhausted, match="3 requests wait for their grammars") as refused:
+        await compiling.grammar(regex("[0-9]{9}"))
+    assert refused.value.retry_after_s == 1.0
+    asked.pop().cancel()
+    await asyncio.sleep(0)
+    assert json.loads(await compiling.grammar(regex("[0-9]{9}"))), "one has left, another may come"
+    assert len({await one for one in asked}) == 1
 
 
 async def test_what_was_begun_is_remembered_though_who_asked_has_gone(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from support.fake_workers import FakeWorker
 
 from coordinator.main import Coordinator
@@ -109,6 +111,23 @@ async def join(door: Door, *workers: FakeWorker) -> None:
 
 def held(worker: FakeWorker, step: str) -> None:
     worker.hold[step] = asyncio.Event()
+
+
+@contextmanager
+def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A text takes until the end of the block; the event is set once one is being tokenized."""
+    begun, go_on, encode = threading.Event(), threading.Event(), MODEL.codec.encode
+
+    def waiting(text: str, add_special_tokens: bool) -> list[int]:
+        begun.set()
+        assert go_on.wait(10)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(MODEL.codec, "encode", waiting)
+    try:
+        yield begun
+    finally:
+        go_on.set()
 
 
 @asynccontextmanager
