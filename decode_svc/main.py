@@ -23,7 +23,7 @@ from kvrelay.v1 import link_pb2_grpc, worker_pb2_grpc
 from kvtransfer.actions import Reply, Send
 from kvtransfer.receiver import ReceiverTable
 from kvtransfer.store import block_checksum
-from worker.events import Core, OpenLink
+from worker.events import Core, DropPeer, OpenLink
 from worker.life import EXIT_CONFIG, run_shell
 from worker.link_server import LinkServer
 from worker.roles import build_executor as build_from
@@ -41,7 +41,7 @@ class _DecodeLinks:
     def __init__(self, server: LinkServer) -> None:
         self.server = server
 
-    def deliver(self, action: Reply | Send | OpenLink) -> None:
+    def deliver(self, action: Reply | Send | OpenLink | DropPeer) -> None:
         assert isinstance(action, Reply), f"decode does not {type(action).__name__}"
         self.server.send(action.writer, action.message)
 

@@ -22,7 +22,7 @@ from kvtransfer.writer import WriterTable
 from prefill_svc.attempt import PrefillParts
 from prefill_svc.core import PrefillCore
 from prefill_svc.service import PrefillService
-from worker.events import Core, OpenLink
+from worker.events import Core, DropPeer, OpenLink
 from worker.life import EXIT_CONFIG, run_shell
 from worker.link_client import LinkClient
 from worker.pace import Pace
@@ -35,12 +35,15 @@ from worker.wire import dial_link
 
 
 class _PrefillLinks:
-    def __init__(self, client: LinkClient) -> None:
+    def __init__(self, client: LinkClient, drop_peer: Callable[[Incarnation], None]) -> None:
         self.client = client
+        self._drop_peer = drop_peer
 
-    def deliver(self, action: Reply | Send | OpenLink) -> None:
+    def deliver(self, action: Reply | Send | OpenLink | DropPeer) -> None:
         if isinstance(action, OpenLink):
             self.client.ensure(action)
+        elif isinstance(action, DropPeer):
+            self.client.let_go(action.peer, self._drop_peer)
         else:
             assert isinstance(action, Send), f"prefill does not {type(action).__name__}"
             self.client.send(action.peer, action.message)
@@ -95,7 +98,8 @@ class PrefillMain:
             arguments = (welcome.incarnation, welcome.transport_metadata, welcome.pool)
             await shell.loop.run_in_executor(shell.peer_calls, add, *arguments)
 
-        shell.links = _PrefillLinks(LinkClient(shell.mailbox, hello, dial_link, tell_transport))
+        client = LinkClient(shell.mailbox, hello, dial_link, tell_transport)
+        shell.links = _PrefillLinks(client, shell.drop_peer)
         shell.hub = SessionHub(shell.mailbox, description, shell.load)
         server.add(
             worker_pb2_grpc.add_PrefillServiceServicer_to_server,

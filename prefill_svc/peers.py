@@ -1,7 +1,8 @@
 """Which decode workers this one is linked to, which it dials again, which it forgets. Pure: knows no sockets.
 
 A lost link is dialled again at once while a hand-off to the peer has not ended: an answer means that the peer lives.
-When none is left the transport lets go of the peer, and of its memory.
+When none is left the transport lets go of the peer, and of its memory, unless a link is on its way that it does not
+know of yet (worker.link_client); then it does so with the end of that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ class Peers:
         self._busy_with = busy_with
         self._targets: dict[Incarnation, OpenLink] = {}
         self._redials: dict[Incarnation, float] = {}
-        self._linked: set[Incarnation] = set()
 
     def want(self, target: OpenLink) -> OpenLink:
         """A hand-off to this peer begins."""
@@ -30,14 +30,10 @@ class Peers:
         return target
 
     def lost(self, peer: Incarnation, now: float) -> None:
-        """Its link ended, or could not be made.
-
-        A link may come up when nobody wants it any more, as the hand-off ended while it was dialled again; then the
-        transport knows the peer, and has to let go of it once more.
+        """Its link ended, or could not be made. Perhaps nobody wants it any more, as its hand-off ended while it was
+        dialled again; the transport may know the peer all the same.
         """
-        if peer in self._targets or peer in self._linked:
-            self._linked.discard(peer)
-            self._redials[peer] = now if peer not in self._redials else now + REDIAL_S
+        self._redials[peer] = now if peer not in self._redials else now + REDIAL_S
 
     def due(self, now: float) -> list[OpenLink | DropPeer]:
         """What is to be done about lost peers now."""
@@ -54,7 +50,6 @@ class Peers:
 
     def linked(self, peer: Incarnation) -> None:
         """Its link is up."""
-        self._linked.add(peer)
         self._redials.pop(peer, None)
 
     def next_due(self) -> float | None:

@@ -162,7 +162,8 @@ class WorkerNode:
             elif isinstance(action, Post):
                 self._post(action)
             elif isinstance(action, DropPeer):
-                self.transport.drop_peer(action.peer)
+                assert isinstance(self._links, LinkClient)
+                self._links.let_go(action.peer, self.transport.drop_peer)
             elif isinstance(action, ExitProcess):
                 self.exited = 70
                 self.node.crash(f"by itself: {action.reason}")

@@ -109,6 +109,15 @@ class LinkClient:
             raise Unavailable(f"the link to {peer} is gone")
         link.put(message)
 
+    def let_go(self, peer: Incarnation, drop: Callable[[Incarnation], None]) -> None:
+        """Have the transport drop a peer that no hand-off needs, unless a link to it is there, or on its way.
+
+        A link that comes up has added the peer before it says so: dropped then, it would be written to in vain for as
+        long as the link lasts. Its end, which is posted, is the next occasion.
+        """
+        if peer not in self._links:
+            drop(peer)
+
     async def close(self) -> None:
         """End all links. Only after the transport was closed, and on the way out."""
         tasks = [link.task for link in self._links.values() if link.task is not None]

@@ -55,7 +55,7 @@ Transport = NixlTransport | GrpcTransport
 class Links(Protocol):
     """The role's end of its links, on the event loop."""
 
-    def deliver(self, action: Reply | Send | OpenLink) -> None: ...
+    def deliver(self, action: Reply | Send | OpenLink | DropPeer) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -99,8 +99,6 @@ class Shell:
                 self.transport.expect(action.ticket)
             elif isinstance(action, Unexpect):
                 self.transport.unexpect(action.epoch)
-            elif isinstance(action, DropPeer):
-                self.peer_calls.submit(self.transport.drop_peer, action.peer).add_done_callback(_say_failed)
             elif isinstance(action, ExitProcess):
                 self.die(RuntimeError(action.reason))
             else:
@@ -131,8 +129,13 @@ class Shell:
                 self.hub.send(action.session, action.report)
             elif isinstance(action, BlocksListed):
                 self.block_lists.deliver(action)
-            elif isinstance(action, Reply | Send | OpenLink):
+            elif isinstance(action, Reply | Send | OpenLink | DropPeer):
                 self.links.deliver(action)
+
+    def drop_peer(self, peer: Incarnation) -> None:
+        """The transport lets go of a peer. On the event loop, as is what adds one."""
+        assert self.transport is not None
+        self.peer_calls.submit(self.transport.drop_peer, peer).add_done_callback(_say_failed)
 
     def on_transport_event(self, event: TransportEvent) -> None:
         self.mailbox.post(TransportHappened(event))

@@ -75,7 +75,9 @@ class PoolAgent:
             self._peers[incarnation] = Peer(pool, self._prepare_list(incarnation, pool))
             self._agent.make_connection(incarnation)
         except Exception as error:
-            if name:
+            if incarnation in self._peers:  # or it would be taken for known at the next try
+                self.drop_peer(incarnation)
+            elif name:
                 self._agent.remove_remote_agent(name)
             raise FailedPrecondition(
                 f"cannot reach the pool of {incarnation}: {error}", field="transport_metadata"

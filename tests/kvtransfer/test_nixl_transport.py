@@ -163,6 +163,21 @@ def test_a_receiver_killed_in_the_middle_fails_every_write_and_its_successor_is_
         successor.end()
 
 
+def test_a_peer_that_cannot_be_connected_to_is_not_taken_for_known_at_the_next_try(
+    writer: Writer, decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = writer.transport._agent
+    with monkeypatch.context() as patched:
+        patched.setattr(agent._agent, "make_connection", lambda _: (_ for _ in ()).throw(RuntimeError("no way")))
+        with pytest.raises(FailedPrecondition, match="cannot reach the pool of .*: no way"):
+            writer.add(decode)
+    assert agent.num_peers == 0
+    writer.add(decode)
+    writer.transport.post(part_of(decode.name, (3,), (5,)))
+    assert isinstance(writer.wait(1)[0], WriteDone)
+    assert decode.ask("hash", (5,)) == writer.hash((3,))
+
+
 def test_the_owner_threads_cost_nothing_while_no_ticket_is_open(writer: Writer, decode: Decode) -> None:
     writer.add(decode)
     writer.transport.post(part_of(decode.name, (0,), (0,)))
