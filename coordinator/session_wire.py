@@ -13,6 +13,7 @@ from kvrelay.requests import Role
 from kvrelay.rpc.block_convert import list_from_protos
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.convert import command_to_protos, report_from_proto
+from kvrelay.rpc.fields import understood
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.session import Command, Report, WorkerDescription
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -49,7 +50,7 @@ class _GrpcCall:
             response = await self._call.read()
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        return None if response is grpc.aio.EOF else report_from_proto(response.report)
+        return None if response is grpc.aio.EOF else report_from_proto(understood(response, "the worker").report)
 
 
 @asynccontextmanager
@@ -68,7 +69,7 @@ async def list_blocks(description: WorkerDescription) -> BlockList:
     async with open_channel(description.address) as channel:
         try:
             pages = _pages(channel, description.role)
-            return list_from_protos([response.blocks async for response in pages])
+            return list_from_protos([understood(response, "the worker").blocks async for response in pages])
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

@@ -18,6 +18,7 @@ from kvrelay.errors import FailedPrecondition, Internal, KVRelayError, Unavailab
 from kvrelay.link import LinkHello, LinkWelcome, ToDecode, ToPrefill
 from kvrelay.requests import Incarnation
 from worker.events import Event, FromDecode, LinkClosed, LinkOpened, OpenLink
+from worker.link_room import post_with_room
 from worker.mailbox import Mailbox
 from worker.patience import within
 
@@ -177,8 +178,9 @@ class LinkClient:
             raise FailedPrecondition(
                 f"incarnation differs: {target.peer} wanted, {welcome.incarnation} there", field="incarnation"
             )
-        if welcome.layout != self._hello.layout:
-            raise FailedPrecondition("the welcome's layout is not the one agreed on", field="layout")
+        for name in ("layout", "transport"):
+            if getattr(welcome, name) != getattr(self._hello, name):
+                raise FailedPrecondition(f"the welcome's {name} is not the one agreed on", field=name)
 
     @staticmethod
     async def _write(link: _Link, call: LinkCall) -> None:
@@ -187,4 +189,6 @@ class LinkClient:
 
     async def _read(self, peer: Incarnation, messages: AsyncIterator[ToPrefill]) -> None:
         async for message in messages:
-            self._mailbox.post(FromDecode(peer, message))
+            if isinstance(message, LinkWelcome):
+                raise FailedPrecondition("welcome was already said", field="link.welcome")
+            await post_with_room(self._mailbox, FromDecode(peer, message), message)

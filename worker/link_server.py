@@ -14,10 +14,11 @@ import structlog
 
 from kvrelay.blocks import KVLayout, require_same
 from kvrelay.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LayoutMismatch
-from kvrelay.link import BlockData, LinkHello, LinkWelcome, ToDecode, ToPrefill
+from kvrelay.link import LinkHello, LinkWelcome, ToDecode, ToPrefill
 from kvrelay.requests import Incarnation
 from kvrelay.session import PROTOCOL_VERSION
 from worker.events import Event, FromPrefill, LinkClosed, LinkOpened
+from worker.link_room import post_with_room
 from worker.mailbox import Mailbox
 from worker.patience import within
 
@@ -108,24 +109,7 @@ class LinkServer:
         async for message in messages:
             if isinstance(message, LinkHello):
                 raise InvalidArgument("hello was already said", field="link.hello")
-            if isinstance(message, BlockData):
-                await self._room()
-                self._mailbox.post(FromPrefill(writer, message), len(message.data))
-            else:
-                self._mailbox.post(FromPrefill(writer, message))
-
-    async def _room(self) -> None:
-        """Until the engine has taken what it was given: the stream's own flow control holds the sender meanwhile."""
-        loop = asyncio.get_running_loop()
-        taken = asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(taken.set)
-
-        while not self._mailbox.has_room():
-            taken.clear()
-            self._mailbox.when_taken(wake)
-            await taken.wait()
+            await post_with_room(self._mailbox, FromPrefill(writer, message), message)
 
 
 def check_hello(hello: LinkHello, mine: LinkWelcome, fingerprint: str, verify_kv: bool = False) -> None:

@@ -21,6 +21,7 @@ from kvrelay.rpc.convert import (
     to_prefill_from_proto,
     to_prefill_to_proto,
 )
+from kvrelay.rpc.fields import understood
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.session import Command
 from kvrelay.v1 import link_pb2, link_pb2_grpc
@@ -72,7 +73,7 @@ class _LinkCall:
     async def messages(self) -> AsyncIterator[ToPrefill]:
         try:
             async for response in self._call:
-                yield to_prefill_from_proto(response)
+                yield to_prefill_from_proto(understood(response, "the decode worker"))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

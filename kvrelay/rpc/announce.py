@@ -10,6 +10,7 @@ import grpc.aio
 
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.convert import description_to_proto
+from kvrelay.rpc.fields import understood
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.session import WorkerDescription
 from kvrelay.v1 import registry_pb2, registry_pb2_grpc
@@ -28,7 +29,7 @@ async def announce(channel: grpc.aio.Channel, description: WorkerDescription, *,
         response = await stub.Announce(request, timeout=ANNOUNCE_TIMEOUT_S)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
-    return str(response.coordinator_id)
+    return str(understood(response, "the coordinator").coordinator_id)
 
 
 @asynccontextmanager

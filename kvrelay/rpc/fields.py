@@ -11,15 +11,26 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from kvrelay.errors import InvalidArgument, Unimplemented
+from kvrelay.errors import Internal, InvalidArgument, Unimplemented
 
 T = TypeVar("T")
+MAX_NAME = 512
+"""Characters of an id, an address, an error's class: whatever names something."""
+
+
+def understood(answer: T | None, what: str) -> T:
+    """An answer of a server. gRPC logs bytes that are no such message and gives None then: Internal, naming what."""
+    if answer is None:
+        raise Internal(f"{what} sent what is no message of this protocol")
+    return answer
 
 
 def text(value: str, path: str) -> str:
-    """A string that must not be empty."""
+    """A name: a string that must not be empty, and is short, as many of them may be kept at once."""
     if not value:
         raise InvalidArgument(f"{path} is missing or empty", field=path)
+    if len(value) > MAX_NAME:
+        raise InvalidArgument(f"{path} must have at most {MAX_NAME} characters, not {len(value)}", field=path)
     return value
 
 

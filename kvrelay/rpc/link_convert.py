@@ -27,6 +27,9 @@ from kvrelay.rpc.description_convert import layout_from_proto, layout_to_proto
 from kvrelay.rpc.fields import at_least, only_one, positive, present, raw, text
 from kvrelay.v1 import link_pb2
 
+MAX_REASON = 256
+"""Characters of a peer's reason that are kept: it is for people, and waits for the engine with others."""
+
 
 def to_decode_to_proto(message: ToDecode) -> link_pb2.LinkRequest:
     """What prefill sends up its link."""
@@ -110,13 +113,13 @@ def to_prefill_from_proto(proto: link_pb2.LinkResponse, path: str = "link") -> T
         case "opened":
             return Opened(proto.opened.epoch, positive(proto.opened.lease_s, f"{path}.opened.lease_s"))
         case "open_refused":
-            return OpenRefused(proto.open_refused.epoch, proto.open_refused.reason)
+            return OpenRefused(proto.open_refused.epoch, proto.open_refused.reason[:MAX_REASON])
         case "renewed":
             return Renewed(proto.renewed.epoch, positive(proto.renewed.lease_s, f"{path}.renewed.lease_s"))
         case "landed":
             return LandedNotice(proto.landed.epoch)
         case "aborted":
-            return AbortedNotice(proto.aborted.epoch, proto.aborted.reason)
+            return AbortedNotice(proto.aborted.epoch, proto.aborted.reason[:MAX_REASON])
         case "welcome":
             return _welcome_from_proto(proto.welcome, f"{path}.welcome")
         case None:

@@ -76,7 +76,7 @@ class Pipe:
 
 class Ends:
     def __init__(self) -> None:
-        self.at_decode: Mailbox[Event] = Mailbox(bulk_limit_bytes=1000)
+        self.at_decode: Mailbox[Event] = Mailbox(bulk_limit_bytes=3000)
         self.at_prefill: Mailbox[Event] = Mailbox()
         self.server = LinkServer(self.at_decode, WELCOME, "fp")
         self.pipes: list[Pipe] = []
@@ -219,11 +219,11 @@ async def test_a_link_that_ends_here_says_nothing_about_the_peer(monkeypatch: py
 async def test_bulk_data_waits_until_the_engine_has_taken_what_it_was_given() -> None:
     ends = Ends()
     ends.ensure()
-    data = [BlockData(1, 0, i, 0, bytes(600)) for i in range(6)]
+    data = [BlockData(1, 0, i, 0, bytes(1800)) for i in range(6)]
     for message in data:
         await ends.client.send_bulk(D, message)
     got = await events_of(ends.at_decode, lambda e: len(e) >= 3)
-    assert len(got) == 3, "1,200 bytes are over the bound of 1,000"
+    assert len(got) == 3, "3,600 bytes are over the bound of 3,000"
     got += await events_of(ends.at_decode, lambda e: len(got) + len(e) == 7)
     assert got[1:] == [FromPrefill(P, m) for m in data]
     await ends.client.close()
