@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.dispatch import Dispatcher
 from coordinator.live import Live, Times
-from coordinator.output import output_texts
+from coordinator.output import OutputText, output_texts
 from coordinator.registry import Served
 from coordinator.roster import Roster
 from coordinator.session_wire import LIST_DEADLINE_S
@@ -45,6 +45,14 @@ class Ask:
     cache_salt: str = ""
     prefix_cache: bool = True
     after: str = ""
+    include_stop: bool = False
+
+    def texts(self, codec: ByteCodec, n: int) -> list[OutputText]:
+        """What turns the tokens of n sequences into text, as the service makes it."""
+        stop = self.stop
+        return output_texts(
+            n, codec.detokenizer, self.stop_strings, stop.stop_token_ids, self.include_stop, stop.min_tokens
+        )
 
 
 class CoordinatorNode:
@@ -117,7 +125,7 @@ class CoordinatorNode:
         )
         facts = replace(facts, keys=self._keys(facts))
         self.dispatcher.check_room(ask.stop.max_tokens != 1)
-        text, *more = output_texts(ask.n, self._codec.detokenizer, ask.stop_strings, ask.stop.stop_token_ids)
+        text, *more = ask.texts(self._codec, ask.n)
         live = self.dispatcher.submit(facts, text, Times(now, 0), tuple(more))
         try:
             await self._stream(live, end)

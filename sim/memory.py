@@ -291,5 +291,5 @@ class OneSided:
 
     def post(self, part: Part) -> None:
         if part.peer not in self.peers:
-            raise FailedPrecondition(f"{part.peer} was not added")
+            raise Violation(f"{self._member.incarnation} writes to {part.peer}, which its transport does not know")
         self._fabric.post(self._member, part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.output import output_texts
 from coordinator.text import ByteCodec
 from engine.block_pool import BlockPool
 from engine.budgets import Budgets
@@ -15,7 +14,7 @@ from engine.scheduler import Scheduler
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB
 from kvrelay.requests import FinishReason, Logprobs, RequestId, SequenceKey, SequenceSpec, SessionId
 from sim.coordinator_node import Ask
-from sim.shapes import BLOCK_SIZE
+from sim.shapes import BLOCK_SIZE, grammars
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class OneProcess:
     """One engine, reused for every request."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._executor = HashExecutor(num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS)
+        self._executor = HashExecutor(num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS, grammars=grammars())
         self._engine = LocalEngine(self._executor, Scheduler(BlockPool(num_blocks), BLOCK_SIZE, Budgets()))
         self._codec = ByteCodec()
 
@@ -53,7 +52,7 @@ class OneProcess:
 
     def _answer(self, ask: Ask, drawn: list[Sampled]) -> Answer:
         tokens, logprobs = tuple(e.token_id for e in drawn), tuple(e.logprobs for e in drawn)
-        (text,) = output_texts(1, self._codec.detokenizer, ask.stop_strings, ask.stop.stop_token_ids)
+        (text,) = ask.texts(self._codec, 1)
         pieces = []
         for i, token in enumerate(tokens):
             piece, hit = text.push(token)

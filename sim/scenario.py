@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +36,10 @@ KINDS = (
 )
 HARMLESS = ("stall", "nap")
 """Alone in a seed, they must end and move nothing: stalls of up to a second, and pauses of a coordinator."""
+GRAMMARS = tuple(
+    json.dumps({"grammars": [{"lark_grammar": f"start: /{regex}/"}]})
+    for regex in ("[0-9]{12}", "[a-f]{20,40}", "(ab|[0-9]){1,60}", "x?")
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,8 @@ def asks_of(
         if len(prompt) + 2 > (limit if not scenario.tight else min(limit, 64)):
             prompt, after = ask.prompt_ids, ""
         salt = before.cache_salt if after and rng.random() < 0.8 else ask.cache_salt
-        stop = StopRule(min(ask.stop.max_tokens, limit - len(prompt)), ask.stop.stop_token_ids)
+        most = min(ask.stop.max_tokens, limit - len(prompt))
+        stop = StopRule(most, ask.stop.stop_token_ids, min(ask.stop.min_tokens, most))
         ask = replace(ask, prompt_ids=prompt, after=after, cache_salt=salt, stop=stop)
         told.append((ask, answer(ask)))
         yield told[-1]
@@ -159,6 +165,19 @@ def _reshaped(sampling: Sampling, rng: random.Random) -> Sampling:
         logit_bias=((rng.randrange(256), 9.0),),
         logprobs=rng.choice((0, 3)),
     )
+
+
+def _ruled(ask: Ask, rng: random.Random) -> Ask:
+    """Some may not end before a number of tokens, or only with what a grammar allows; some hear the stop string too."""
+    stop, sampling = ask.stop, ask.sampling
+    if rng.random() < 0.25:
+        stop = replace(stop, min_tokens=min(stop.max_tokens, rng.choice((1, 2, 5, 16, 17, 80))))
+    if rng.random() < 0.15:
+        stop = replace(stop, stop_token_ids=stop.stop_token_ids | {BUILTIN_EOS})
+        sampling = replace(sampling, grammar=rng.choice(GRAMMARS))
+        if rng.random() < 0.5:  # of two tokens each: chance alone would hardly ever say one
+            ask = replace(ask, stop_strings=tuple("".join(rng.choices("0123456789abcdef", k=2)) for _ in range(8)))
+    return replace(ask, stop=stop, sampling=sampling, include_stop=rng.random() < 0.2)
 
 
 def _tokens(rng: random.Random, num: int) -> tuple[int, ...]:
@@ -180,7 +199,7 @@ def _ask(rng: random.Random, name: str, scenario: Scenario) -> Ask:
     if rng.random() < 0.2:
         stop_ids |= {rng.randrange(256) for _ in range(rng.choice((6, 150)))}
     strings = tuple(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789 ") for _ in range(8)) if rng.random() < 0.2 else ()
-    return Ask(
+    ask = Ask(
         name=name,
         prompt_ids=_tokens(rng, length),
         sampling=_reshaped(sampling, random.Random(seed)),
@@ -191,3 +210,4 @@ def _ask(rng: random.Random, name: str, scenario: Scenario) -> Ask:
         cache_salt=rng.choice(("", "", "", "", "", "a", "b")),
         prefix_cache=rng.random() < 0.92,
     )
+    return _ruled(ask, random.Random(f"rules {seed}"))

@@ -9,9 +9,11 @@ from decode_svc.attempt import DecodeParts
 from decode_svc.core import DecodeCore
 from decode_svc.main import RECOMPUTE_SHARE
 from engine.budgets import Budgets
+from engine.grammars import Grammars
 from engine.hash_executor import HashExecutor
 from engine.scheduler import Scheduler
 from engine.swap_space import PreemptCosts
+from kvrelay.guidance import byte_tokenizer
 from kvrelay.link import LEASE_S
 from kvrelay.models.builtin import BUILTIN_EOS, BUILTIN_VOCAB, builtin_identity
 from kvrelay.requests import Incarnation, Role, WorkerId
@@ -53,7 +55,14 @@ class WorkerShape:
 
 
 def executor_of(shape: WorkerShape) -> HashExecutor:
-    return HashExecutor(shape.num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS, swap_blocks=shape.swap_slots)
+    return HashExecutor(
+        shape.num_blocks, BLOCK_SIZE, BUILTIN_VOCAB, BUILTIN_EOS, swap_blocks=shape.swap_slots, grammars=grammars()
+    )
+
+
+def grammars() -> Grammars:
+    """Of an engine of its own. Processor time does not pass: it would decide differently every time."""
+    return Grammars(lambda: byte_tokenizer(BUILTIN_VOCAB, BUILTIN_EOS), BUILTIN_VOCAB, [BUILTIN_EOS], lambda: 0.0)
 
 
 def core_of(

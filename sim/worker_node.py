@@ -38,6 +38,9 @@ from worker.session_hub import SessionHub
 SLOWEST_STEP_S = 1.8
 """Turns of 1.6 s were seen on a machine with more to do than cores."""
 
+THREAD_S = (0.0, 0.001, 0.02)
+"""What a worker's loop may need to hear that the transport, which has a thread of its own, has added a peer."""
+
 
 class _Mailbox(Mailbox[Event]):
     """The real mailbox; the engine's task is woken by an event of its loop."""
@@ -103,6 +106,7 @@ class WorkerNode:
 
             async def add_peer(welcome: LinkWelcome) -> None:
                 self.transport.add_peer(welcome.incarnation)
+                await asyncio.sleep(self.world.rng.choice(THREAD_S))
 
             self._links = LinkClient(self.mailbox, hello, self._ways.link, add_peer)
             if isinstance(self.transport, Framed):
