@@ -6,6 +6,7 @@ The worker calls link_opened when a peer has welcomed it, and link_lost when the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -69,6 +70,7 @@ class WriterTable:
         self._tickets: dict[tuple[Incarnation, int], WritingTicket] = {}
         self._up: set[Incarnation] = set()
         self._fences: dict[tuple[Incarnation, int], None] = {}
+        self._wrote_at: dict[Incarnation, float] = {}
 
     def start(self, ticket: Ticket, peer: Incarnation, key: SequenceKey, num_tokens: int, now: float) -> Actions:
         """Begin a hand-off to `peer`, the incarnation the link leads to. Owns no blocks yet.
@@ -139,12 +141,14 @@ class WriterTable:
         return self.write_failed(event.peer, event.epoch, event.part, event.error, now, posted=event.posted)
 
     def write_done(self, peer: Incarnation, epoch: int, part: int, now: float, *, seconds: float = 0.0) -> Actions:
+        self._wrote_at[peer] = now
         return self._apply(peer, epoch, WroteDone(part, seconds), now)
 
     def write_failed(
         self, peer: Incarnation, epoch: int, part: int, error: str, now: float, *, posted: bool = True
     ) -> Actions:
         """posted False: the write was never begun, so nothing of it can land."""
+        self._wrote_at[peer] = now
         return self._apply(peer, epoch, WroteFailed(part, error, posted), now)
 
     def link_opened(self, peer: Incarnation, now: float) -> Actions:
@@ -163,7 +167,10 @@ class WriterTable:
 
     def tick(self, now: float) -> Actions:
         """Looks at every ticket. Call it when next_deadline() has passed, after the messages that are waiting."""
-        return tuple(a for peer, epoch in list(self._tickets) for a in self._apply(peer, epoch, Tick(), now))
+        tickets = list(self._tickets)
+        ticks = {peer: Tick(self._wrote_at.get(peer, -math.inf)) for peer, _ in tickets}
+        self._wrote_at = {peer: tick.wrote_at for peer, tick in ticks.items()}
+        return tuple(action for peer, epoch in tickets for action in self._apply(peer, epoch, ticks[peer], now))
 
     def next_deadline(self) -> float | None:
         """When tick() has something to do; None if only a message can change anything."""

@@ -81,7 +81,8 @@ def _post_queued(t: WritingTicket, now: float) -> Step:
     if not t.queued or now >= t.lease_until - LEASE_MARGIN_S:
         return t, ()
     posts = tuple(Post(_part(t, queued)) for queued in t.queued)
-    return replace(t, queued=(), posted=t.posted + t.queued), posts
+    posted_at = t.posted_at if t.posted else now
+    return replace(t, queued=(), posted=t.posted + t.queued, posted_at=posted_at), posts
 
 
 def _part(t: WritingTicket, queued: QueuedPart) -> Part:
@@ -275,19 +276,22 @@ def _tick_opening(t: WritingTicket, _event: Tick, now: float) -> Step:
     return _close(t, "open was not answered within a lease", now) if now >= t.lease_until else (t, ())
 
 
-def _tick_open(t: WritingTicket, _event: Tick, now: float) -> Step:
+def _tick_open(t: WritingTicket, event: Tick, now: float) -> Step:
+    """Renewals alone show only that the link lives. Writes to one peer may stand in line, of all its tickets."""
     if now >= t.lease_until:
         return _close(t, "the lease ended without a renewal", now)
+    if t.posted and now >= max(t.posted_at, event.wrote_at) + STUCK_WRITE_S:
+        return _close(t, f"no write to the decode worker ended for {STUCK_WRITE_S:.0f} s", now)
     return _renew_if_due(t, now)
 
 
-def _tick_closing(t: WritingTicket, _event: Tick, now: float) -> Step:
+def _tick_closing(t: WritingTicket, event: Tick, now: float) -> Step:
     if t.doomed:
         return t, ()
     if t.link_lost_at is None:
         if t.failed and now >= t.failed_at + FAILED_WRITE_VERDICT_S:
             return _doom(t, "a write failed and its decode worker lives")
-        if t.posted and t.closing_at is not None and now >= t.closing_at + STUCK_WRITE_S:
+        if t.posted and now >= _still_since(t, event) + STUCK_WRITE_S:
             return _doom(t, "a write does not end")
         return _renew_if_due(t, now)
     if t.posted and now >= t.link_lost_at + t.exit_s:
@@ -299,6 +303,12 @@ def _tick_closing(t: WritingTicket, _event: Tick, now: float) -> Step:
         t, settled = _settle(replace(t, failed=(), clean=t.clean and not t.failed), now)
         return t, sources + settled
     return t, ()
+
+
+def _still_since(t: WritingTicket, event: Tick) -> float:
+    """Since when a write of a closing ticket has been waited for. Over a link they wait for those before them."""
+    assert t.closing_at is not None, "a closing ticket began to close"
+    return max(t.closing_at, event.wrote_at) if t.rules.refuses_late else t.closing_at
 
 
 _S = WriterState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ LINK_LOST_EXIT_S = 0.8
 death and reuses the blocks after receiver_ticket.PEER_GONE_S (3 s). The time
 between is for a turn of our engine that lasts long, since we notice only between turns, and for what is on the wire."""
 STUCK_WRITE_S = 30.0
-"""A write that has not ended this long after its ticket began to close never will: only a new process helps."""
+"""With no write to a peer ended for so long, those under way are given up: another placement is tried. A write that has
+not ended this long after its ticket began to close never will: only a new process helps."""
 
 
 class WriterState(enum.Enum):
@@ -59,6 +61,7 @@ class WritingTicket:
     queued: parts that wait for the lease. posted: parts whose write has not ended. failed: parts whose write ended
     other than done while it is not known whether the peer lives; their sources stay pinned. asked_at: when the open
     or renew that is not yet answered was about to be sent. told: Failed was said.
+    posted_at: when parts were last posted while no write was under way.
     relinked: the link was lost and is there again: the peer lives. peer_dead: a dial proved that it does not.
     clean: every write ended done, so fenced may be said. doomed: the process must exit.
     """
@@ -85,6 +88,7 @@ class WritingTicket:
     told: bool = False
     clean: bool = True
     doomed: bool = False
+    posted_at: float = 0.0
     closing_at: float | None = None
     parts_done: int = 0
     blocks_done: int = 0
@@ -95,7 +99,7 @@ class WritingTicket:
         return self.ticket.incarnation
 
     def deadline(self) -> float | None:
-        """When a tick would change something, None if none would."""
+        """When a tick would change something, None if none would; how long no write ended is for any tick to see."""
         if self.state is WriterState.ENDED or self.doomed:
             return None
         times: list[float] = []
@@ -106,7 +110,7 @@ class WritingTicket:
                 times.append(self.renew_at)
             if self.failed:
                 times.append(self.failed_at + FAILED_WRITE_VERDICT_S)
-            if self.posted and self.closing_at is not None:
+            if self.posted and self.closing_at is not None and not self.rules.refuses_late:
                 times.append(self.closing_at + STUCK_WRITE_S)
         elif self.posted:
             times.append(self.link_lost_at + self.exit_s)
@@ -199,7 +203,9 @@ class LinkOpened:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    pass
+    """wrote_at: when a write to this peer ended last, of whichever ticket."""
+
+    wrote_at: float = -math.inf
 
 
 Event = (

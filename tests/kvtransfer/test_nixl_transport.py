@@ -169,7 +169,7 @@ def test_a_peer_that_cannot_be_connected_to_is_not_taken_for_known_at_the_next_t
     agent = writer.transport._agent
     with monkeypatch.context() as patched:
         patched.setattr(agent._agent, "make_connection", lambda _: (_ for _ in ()).throw(RuntimeError("no way")))
-        with pytest.raises(FailedPrecondition, match="cannot reach the pool of .*: no way"):
+        with pytest.raises(FailedPrecondition, match=r"cannot reach the pool of .*: no way"):
             writer.add(decode)
     assert agent.num_peers == 0
     writer.add(decode)

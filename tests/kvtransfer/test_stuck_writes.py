@@ -1,0 +1,110 @@
+"""Writes that do not end though both workers live and the link does: the attempt is given up, then the process."""
+
+from __future__ import annotations
+
+from handoff_values import BLOCK_BYTES, DECODE, PREFILL, key_of, prompt_tokens, ticket_of
+
+from kvrelay.blocks import Ticket
+from kvrelay.link import LEASE_S, Opened, Renew, Renewed
+from kvtransfer.actions import ExitProcess, Failed, Post, WriterAction
+from kvtransfer.writer import WriterState, WriterTable
+from kvtransfer.writer_ticket import STUCK_WRITE_S
+
+FIRST, SECOND = ticket_of(epoch=1, cached=1), ticket_of(epoch=2, cached=1)
+STUCK = f"no write to the decode worker ended for {STUCK_WRITE_S:.0f} s"
+
+
+def writing(refuses_late: bool = False) -> WriterTable:
+    """Two tickets of one peer, open; from second 1 on one part of each is being written, as part 0."""
+    table = WriterTable(PREFILL, BLOCK_BYTES, refuses_late=refuses_late)
+    table.link_opened(DECODE, 0.0)
+    for ticket in (FIRST, SECOND):
+        start(table, ticket)
+    return table
+
+
+def start(table: WriterTable, ticket: Ticket, at: float = 0.0) -> None:
+    table.start(ticket, DECODE, key_of(), prompt_tokens(ticket), at)
+    table.received(DECODE, Opened(ticket.epoch, LEASE_S), at + 0.5)
+    actions = table.part_ready(DECODE, ticket.epoch, (1,), (101,), False, at + 1.0)
+    assert any(isinstance(action, Post) for action in actions)
+
+
+def live_on(table: WriterTable, since: float, until: float) -> list[WriterAction]:
+    """Ticks twice a second up to that time, that included; decode grants each renewal. What else was to be done."""
+    others: list[WriterAction] = []
+    for half_seconds in range(round(2 * since), round(2 * until) + 1):
+        now = half_seconds / 2
+        for action in table.tick(now):
+            message = getattr(action, "message", None)
+            if isinstance(message, Renew):
+                table.received(DECODE, Renewed(message.epoch, LEASE_S), now)
+            else:
+                others.append(action)
+    return others
+
+
+def test_an_attempt_whose_write_does_not_end_fails_however_often_its_lease_is_renewed() -> None:
+    table = writing()
+    table.write_done(DECODE, 2, 0, 1.0)
+    assert live_on(table, 1.0, 0.5 + STUCK_WRITE_S) == []
+    assert live_on(table, 1.0 + STUCK_WRITE_S, 1.0 + STUCK_WRITE_S) == [Failed(key_of(), DECODE, 1, STUCK)]
+    assert (table.state(DECODE, 1), table.state(DECODE, 2)) == (WriterState.CLOSING, WriterState.OPEN)
+
+
+def test_the_process_ends_if_the_write_does_not_end_after_that_either() -> None:
+    table = writing()
+    assert [type(action) for action in live_on(table, 1.0, 0.5 + 2 * STUCK_WRITE_S)] == [Failed, Failed]
+    (first, _) = live_on(table, 1.0 + 2 * STUCK_WRITE_S, 1.0 + 2 * STUCK_WRITE_S)
+    assert isinstance(first, ExitProcess)
+
+
+def test_a_write_that_stands_in_line_behind_others_to_the_same_peer_is_waited_for() -> None:
+    table = writing()
+    assert live_on(table, 1.0, 25.0) == []
+    table.write_done(DECODE, 2, 0, 25.0)
+    assert live_on(table, 25.5, 24.5 + STUCK_WRITE_S) == []
+    assert live_on(table, 25.0 + STUCK_WRITE_S, 25.0 + STUCK_WRITE_S) == [Failed(key_of(), DECODE, 1, STUCK)]
+
+
+def test_a_write_begins_its_time_when_it_is_posted() -> None:
+    table = writing()
+    for epoch in (1, 2):
+        table.write_done(DECODE, epoch, 0, 1.5)
+    assert live_on(table, 2.0, 90.0) == []
+    table.part_ready(DECODE, 1, (2,), (102,), False, 90.0)
+    assert live_on(table, 90.5, 89.5 + STUCK_WRITE_S) == []
+    assert live_on(table, 90.0 + STUCK_WRITE_S, 90.0 + STUCK_WRITE_S) == [Failed(key_of(), DECODE, 1, STUCK)]
+
+
+def test_what_was_given_up_and_waits_in_a_link_that_moves_ends_no_process() -> None:
+    """A long prompt over a slow line, cancelled: its parts go out one after another, for longer than the bound."""
+    table = writing(refuses_late=True)
+    table.abort(DECODE, 1, 2.0)
+    for now in (20.0, 40.0, 60.0):
+        assert live_on(table, now - 19.5, now) == []
+        table.write_done(DECODE, 2, 0, now)
+    assert live_on(table, 60.0, 59.5 + STUCK_WRITE_S) == []
+    (exits, *_) = live_on(table, 60.0 + STUCK_WRITE_S, 60.0 + STUCK_WRITE_S)
+    assert isinstance(exits, ExitProcess)
+
+
+def test_a_one_sided_write_that_was_given_up_has_its_own_time_whatever_others_do() -> None:
+    table = writing()
+    table.abort(DECODE, 1, 2.0)
+    table.write_done(DECODE, 2, 0, 20.0)
+    assert live_on(table, 2.0, 1.5 + STUCK_WRITE_S) == []
+    (exits,) = live_on(table, 2.0 + STUCK_WRITE_S, 2.0 + STUCK_WRITE_S)
+    assert isinstance(exits, ExitProcess)
+
+
+def test_no_tick_is_asked_for_that_would_change_nothing() -> None:
+    """The engine would turn without a pause."""
+    table = writing(refuses_late=True)
+    table.abort(DECODE, 1, 2.0)
+    live_on(table, 1.5, 25.0)
+    table.write_done(DECODE, 2, 0, 25.0)
+    live_on(table, 25.0, 50.0)
+    due = table.next_deadline()
+    assert due is not None
+    assert due > 50.0
