@@ -139,9 +139,10 @@ class Dispatcher:
             self._live.pop(one.id, None)
 
     def end_all(self, error: KVRelayError) -> None:
-        """Ends every open stream with this error."""
+        """Ends every open stream with this error, but for those that are over and wait for a figure."""
         for live in list(self._live.values()):
             self._feed(live, ev.StreamFailed(error))
+            self._actions.deliver(live)
 
     # RosterOwner
 

@@ -496,3 +496,20 @@ async def test_a_port_in_use_is_named(door: Door) -> None:
     with pytest.raises(FailedPrecondition, match=door.address):
         await other.start()
     await other.stop(0)
+
+
+async def test_a_stream_that_is_over_but_for_a_figure_ends_well_in_a_shutdown(
+    door: Door, pair: tuple[FakeWorker, FakeWorker]
+) -> None:
+    """Its last message waits for what the hand-off cost, which prefill has not said."""
+    held(pair[0], "landed")
+    answer, asked = door.begin(text="hello", max_tokens=3)
+    dispatcher = door.coordinator.dispatcher
+    await until(lambda: any(live.finish is not None for live in dispatcher._live.values()))
+    dispatcher.end_all(Unavailable("the coordinator is shutting down"))
+    assert not dispatcher._live, "the process may be gone before the wait would be over"
+    await asked
+    assert (answer.error, answer.ids) == (None, [97, 98, 99])
+    assert answer.finished is not None
+    assert answer.finished.usage.completion_tokens == 3
+    await door.idle()
