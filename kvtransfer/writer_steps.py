@@ -81,8 +81,8 @@ def _post_queued(t: WritingTicket, now: float) -> Step:
     if not t.queued or now >= t.lease_until - LEASE_MARGIN_S:
         return t, ()
     posts = tuple(Post(_part(t, queued)) for queued in t.queued)
-    posted_at = t.posted_at if t.posted else now
-    return replace(t, queued=(), posted=t.posted + t.queued, posted_at=posted_at), posts
+    moved_at = t.moved_at if t.posted else now
+    return replace(t, queued=(), posted=t.posted + t.queued, moved_at=moved_at), posts
 
 
 def _part(t: WritingTicket, queued: QueuedPart) -> Part:
@@ -117,7 +117,9 @@ def _ask_to_open(t: WritingTicket, _event: LinkOpened, now: float) -> Step:
 
 
 def _opened(t: WritingTicket, event: WasOpened, now: float) -> Step:
-    return (t, (UNEXPECTED,)) if t.asked_at is None else _leased(replace(t, state=WriterState.OPEN), event.lease_s, now)
+    if t.asked_at is None:
+        return t, (UNEXPECTED,)
+    return _leased(replace(t, state=WriterState.OPEN, moved_at=now), event.lease_s, now)
 
 
 def _renewed(t: WritingTicket, event: WasRenewed, now: float) -> Step:
@@ -185,7 +187,7 @@ def _sources(parts: tuple[QueuedPart, ...]) -> tuple[Release, ...]:
 
 def _landed(t: WritingTicket, _event: HasLanded, now: float) -> Step:
     """Decode has everything; our own writes may still have to be seen as done before their sources are reused."""
-    if t.queued or len(t.given) != len(t.expected):
+    if t.queued or not t.is_given:
         t, actions = _close(t, "the peer said landed before every block was written", now)
         return t, (UNEXPECTED, *actions)
     return _settle(replace(t, state=WriterState.CLOSING, landed_at=now, closing_at=now), now)
@@ -215,7 +217,8 @@ def _write_done(t: WritingTicket, event: WroteDone, now: float) -> Step:
         return t, (Count("unexpected_write_end"),)
     blocks = t.blocks_done + len(part.source_ids)
     write_s = t.write_s + event.seconds
-    t, settled = _settle(replace(t, parts_done=t.parts_done + 1, blocks_done=blocks, write_s=write_s), now)
+    t = replace(t, parts_done=t.parts_done + 1, blocks_done=blocks, write_s=write_s, moved_at=now)
+    t, settled = _settle(t, now)
     return t, (Release(part.source_ids), *settled)
 
 
@@ -280,8 +283,10 @@ def _tick_open(t: WritingTicket, event: Tick, now: float) -> Step:
     """Renewals alone show only that the link lives. Writes to one peer may stand in line, of all its tickets."""
     if now >= t.lease_until:
         return _close(t, "the lease ended without a renewal", now)
-    if t.posted and now >= max(t.posted_at, event.wrote_at) + STUCK_WRITE_S:
+    if t.posted and now >= max(t.moved_at, event.wrote_at) + STUCK_WRITE_S:
         return _close(t, f"no write to the decode worker ended for {STUCK_WRITE_S:.0f} s", now)
+    if t.is_written and now >= t.moved_at + STUCK_WRITE_S:
+        return _close(t, f"all was written {STUCK_WRITE_S:.0f} s ago and the decode worker has not all of it", now)
     return _renew_if_due(t, now)
 
 

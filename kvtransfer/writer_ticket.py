@@ -23,8 +23,9 @@ LINK_LOST_EXIT_S = 0.8
 death and reuses the blocks after receiver_ticket.PEER_GONE_S (3 s). The time
 between is for a turn of our engine that lasts long, since we notice only between turns, and for what is on the wire."""
 STUCK_WRITE_S = 30.0
-"""With no write to a peer ended for so long, those under way are given up: another placement is tried. A write that has
-not ended this long after its ticket began to close never will: only a new process helps."""
+"""With no write to a peer ended for so long, those under way are given up: another placement is tried. So is what is
+written and not landed for so long. A write that has not ended this long after its ticket began to close never will:
+only a new process helps."""
 
 
 class WriterState(enum.Enum):
@@ -61,7 +62,7 @@ class WritingTicket:
     queued: parts that wait for the lease. posted: parts whose write has not ended. failed: parts whose write ended
     other than done while it is not known whether the peer lives; their sources stay pinned. asked_at: when the open
     or renew that is not yet answered was about to be sent. told: Failed was said.
-    posted_at: when parts were last posted while no write was under way.
+    moved_at: when it was opened, one of its writes ended, or one was posted with none under way: the latest of these.
     relinked: the link was lost and is there again: the peer lives. peer_dead: a dial proved that it does not.
     clean: every write ended done, so fenced may be said. doomed: the process must exit.
     """
@@ -88,7 +89,7 @@ class WritingTicket:
     told: bool = False
     clean: bool = True
     doomed: bool = False
-    posted_at: float = 0.0
+    moved_at: float = 0.0
     closing_at: float | None = None
     parts_done: int = 0
     blocks_done: int = 0
@@ -97,6 +98,16 @@ class WritingTicket:
     @property
     def peer(self) -> Incarnation:
         return self.ticket.incarnation
+
+    @property
+    def is_given(self) -> bool:
+        """Whether every block that is to be written has been given to us."""
+        return len(self.given) == len(self.expected)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all of them are written, as far as this side can tell."""
+        return self.is_given and not (self.queued or self.posted or self.failed)
 
     def deadline(self) -> float | None:
         """When a tick would change something, None if none would; how long no write ended is for any tick to see."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from handoff_values import BLOCK_BYTES, DECODE, PREFILL, key_of, prompt_tokens, ticket_of
 
 from kvrelay.blocks import Ticket
-from kvrelay.link import LEASE_S, Opened, Renew, Renewed
-from kvtransfer.actions import ExitProcess, Failed, Post, WriterAction
+from kvrelay.link import LEASE_S, Fenced, LandedNotice, Opened, Renew, Renewed
+from kvtransfer.actions import ExitProcess, Failed, Finished, Post, Send, WriterAction
 from kvtransfer.writer import WriterState, WriterTable
 from kvtransfer.writer_ticket import STUCK_WRITE_S
 
@@ -96,6 +96,40 @@ def test_a_one_sided_write_that_was_given_up_has_its_own_time_whatever_others_do
     assert live_on(table, 2.0, 1.5 + STUCK_WRITE_S) == []
     (exits,) = live_on(table, 2.0 + STUCK_WRITE_S, 2.0 + STUCK_WRITE_S)
     assert isinstance(exits, ExitProcess)
+
+
+def test_what_is_written_and_never_landed_is_given_up() -> None:
+    """As if a manifest were lost, or decode's transport read none."""
+    table = writing()
+    table.part_ready(DECODE, 1, (2, 3), (102, 103), True, 2.0)
+    table.write_done(DECODE, 1, 1, 3.0)
+    table.write_done(DECODE, 1, 0, 5.0)
+    for half_minute in (30.0, 60.0):  # another one's writes prove nothing for it
+        table.write_done(DECODE, 2, 0, half_minute)
+    assert live_on(table, 5.0, 4.5 + STUCK_WRITE_S) == []
+    words = "all was written 30 s ago and the decode worker has not all of it"
+    at = 5.0 + STUCK_WRITE_S
+    assert live_on(table, at, at) == [Failed(key_of(), DECODE, 1, words), Send(DECODE, Fenced(1))]
+    assert table.state(DECODE, 1) is None
+
+
+def test_a_prompt_that_takes_long_between_two_parts_is_waited_for() -> None:
+    table = writing()
+    for epoch in (1, 2):
+        table.write_done(DECODE, epoch, 0, 2.0)
+    assert live_on(table, 2.0, 300.0) == []
+    assert table.state(DECODE, 1) is WriterState.OPEN
+
+
+def test_a_ticket_that_is_opened_late_with_nothing_to_write_has_time_to_land() -> None:
+    table = WriterTable(PREFILL, BLOCK_BYTES)
+    table.link_opened(DECODE, 1000.0)
+    ticket = ticket_of(epoch=1, cached=4)
+    table.start(ticket, DECODE, key_of(), 64, 1000.0)
+    table.received(DECODE, Opened(1, LEASE_S), 1000.5)
+    assert live_on(table, 1000.5, 1001.0) == []
+    (finished,) = table.received(DECODE, LandedNotice(1), 1001.0)
+    assert isinstance(finished, Finished)
 
 
 def test_no_tick_is_asked_for_that_would_change_nothing() -> None:
