@@ -214,6 +214,27 @@ _MEMORY_AT_PREFILL = (
         ),
     ),
     one_edit(
+        "peer-dropped-under-its-link",
+        "the transport forgets a decode worker while a new link to it comes up, and writes over that link are in vain",
+        "worker/link_client.py",
+        "        if peer not in self._links:\n            drop(peer)\n",
+        "        drop(peer)\n",
+    ),
+    one_edit(
+        "stuck-write-renewed-for-ever",
+        "a write that never ends is waited for as long as its lease is renewed",
+        WRITER,
+        "    if t.posted and now >= max(t.moved_at, event.wrote_at) + STUCK_WRITE_S:\n",
+        "    if False:\n",
+    ),
+    one_edit(
+        "written-and-never-landed",
+        "a hand-off that is written and never lands is waited for as long as its lease is renewed",
+        WRITER,
+        "    if t.is_written and now >= t.moved_at + STUCK_WRITE_S:\n",
+        "    if False:\n",
+    ),
+    one_edit(
         "dead-peer-kept",
         "the writer keeps the descriptors of a decode incarnation that is gone",
         "prefill_svc/peers.py",

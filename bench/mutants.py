@@ -39,7 +39,9 @@ PACKAGES = ("kvrelay", "coordinator", "worker", "prefill_svc", "decode_svc", "kv
 COPIED = (*PACKAGES, "tests", "pyproject.toml")
 FAULTS: tuple[Fault, ...] = (*HANDOFF_FAULTS, *LIFE_FAULTS, *MEMORY_FAULTS)
 CONTROL = Fault("control", "nothing is changed", ())
-TABLES = tuple(f"tests/kvtransfer/test_{name}.py" for name in ("receiver_table", "writer_table", "handoff_times"))
+TABLES = tuple(
+    f"tests/kvtransfer/test_{name}.py" for name in ("receiver_table", "writer_table", "handoff_times", "stuck_writes")
+)
 HANDOFF = (*TABLES, "tests/worker", "tests/kvtransfer/test_handoff_random.py")
 COORDINATOR = (
     *("lifecycle", "moves", "live", "other_placement", "forks", "router", "router_caches", "router_chance"),
