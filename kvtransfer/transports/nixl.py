@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.blocks import Ticket
-from kvrelay.errors import Internal, KVRelayError, ResourceExhausted
+from kvrelay.errors import Internal, KVRelayError, ResourceExhausted, Unavailable
 from kvrelay.fault_points import fault_point
 from kvrelay.link import PoolDescriptor
 from kvrelay.requests import Incarnation
@@ -134,7 +134,10 @@ class NixlTransport:
                 done.set_exception(error)
 
         self._put(run)
-        done.result(CALL_TIMEOUT_S)
+        try:
+            done.result(CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise Unavailable(f"the nixl owner thread did not answer within {CALL_TIMEOUT_S:g} s") from None
 
     # below: the owner thread only
 

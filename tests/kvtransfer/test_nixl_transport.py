@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ import nixl_peer
 import pytest
 from handoff_values import MemoryPool, ticket_of
 
-from kvrelay.errors import FailedPrecondition, Internal, LayoutMismatch
+from kvrelay.errors import FailedPrecondition, Internal, LayoutMismatch, Unavailable
 from kvrelay.link import PoolDescriptor
 from kvrelay.requests import Incarnation
+from kvtransfer.transports import nixl
 from kvtransfer.transports.base import NotificationArrived, Part, TransportEvent, WriteDone, WriteFailed
 from kvtransfer.transports.nixl import NixlTransport
 
@@ -301,6 +303,25 @@ def test_a_dead_owner_is_noticed_and_refuses_work() -> None:
     assert str(failed.get(timeout=10)) == "hook"
     with pytest.raises(Internal):
         transport.post(part_of(Incarnation("d"), (0,), (0,)))
+    transport.close()
+
+
+def test_an_owner_that_is_stuck_with_a_peer_is_named_and_refuses_no_other_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may come back: what it was asked meanwhile is done then."""
+    monkeypatch.setattr(nixl, "CALL_TIMEOUT_S", 0.05)
+    events: queue.Queue[TransportEvent] = queue.Queue()
+    stub, goes_on = StubAgent(["DONE"]), threading.Event()
+    stub.add_peer = lambda *_: goes_on.wait(10)  # type: ignore[assignment, method-assign, return-value]
+    transport = owner(stub, on_event=events.put)
+    with pytest.raises(Unavailable, match="the nixl owner thread did not answer"):
+        transport.add_peer(Incarnation("d"), b"", PoolDescriptor(0, BLOCK, 8))
+    transport.post(part_of(Incarnation("d"), (0,), (0,)))
+    assert events.empty()
+    goes_on.set()
+    assert isinstance(events.get(timeout=10), WriteDone)
+    monkeypatch.undo()
     transport.close()
 
 
