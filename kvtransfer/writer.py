@@ -187,6 +187,11 @@ class WriterTable:
         """Tickets the table has not forgotten: while it is not 0, blocks of ours may be pinned."""
         return len(self._tickets)
 
+    @property
+    def in_doubt(self) -> bool:
+        """A tick may have to end the process within a second or two, and may not be late: begin nothing long before."""
+        return any(ticket.in_doubt for ticket in self._tickets.values())
+
     def busy_with(self, peer: Incarnation) -> bool:
         """True while a ticket of this peer lives. A peer that may be alive is not dropped from the transport before."""
         return any(of == peer for of, _ in self._tickets)

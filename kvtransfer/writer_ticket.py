@@ -130,6 +130,12 @@ class WritingTicket:
         return min(times, default=None)
 
     @property
+    def in_doubt(self) -> bool:
+        """The peer may live and take us for dead: what was written to it may soon have to end this process."""
+        lost = self.link_lost_at is not None and not self.rules.refuses_late
+        return lost and bool(self.posted or (self.failed and not self.peer_dead))
+
+    @property
     def exit_s(self) -> float:
         """How long after the loss of the link a write may still run."""
         return STUCK_WRITE_S if self.rules.refuses_late else LINK_LOST_EXIT_S

@@ -50,6 +50,8 @@ from worker.refusals import refuse_work, refused
 from worker.step_notes import StepTimes
 
 MAX_ATTEMPTS = 1024
+MOST_A_PART = 8192
+"""Blocks, so that its manifest is a message of ordinary size. Only what was cached can be more at once."""
 
 
 class PrefillCore:
@@ -116,18 +118,24 @@ class PrefillCore:
         if not self._p.scheduler.fits_alone(spec):
             return refused(work, "InvalidArgument", f"does not fit {self._p.pool.num_blocks} blocks", "token_ids")
         if destination is not None:
-            table, here = destination.ticket.table, self._p.layout.block_size
+            ticket, here = destination.ticket, self._p.layout.block_size
+            table = ticket.table
             if table.block_size != here:
                 differs = f"block_size differs: {here} here, {table.block_size} there"
                 return refused(work, "LayoutMismatch", differs, "block_size")
             if table.num_tokens < len(work.token_ids):
                 return refused(work, "InvalidArgument", f"it holds {table.num_tokens} tokens", "destination.ticket")
+            if self._p.table.state(ticket.incarnation, ticket.epoch) is not None:
+                return refused(work, "InvalidArgument", "its ticket is in use", "destination.ticket")
         return None
 
     # 2. and 3. compute and push
 
     def schedule(self, now: float) -> Plan | None:
+        """Nothing while a write might outlive its link: that is looked at between steps, and a step may last long."""
         self._planned_at, self._stepped = now, False
+        if self._p.table.in_doubt:
+            return None
         plan = self._p.scheduler.schedule(self._p.pace.budget)
         for rows in plan.slices if plan is not None else ():
             attempt = self._desk.attempts.get(rows.key)
@@ -178,12 +186,15 @@ class PrefillCore:
         if end <= attempt.num_pushed:
             return
         fault_point("prefill.part")
-        positions = tuple(range(attempt.num_pushed, end))
-        sources = rows.table.block_ids[attempt.num_pushed : end]
-        attempt.num_pushed = end
-        self._p.pool.retain(sources)
         ticket = destination.ticket
-        self._carry_out(self._p.table.part_ready(ticket.incarnation, ticket.epoch, positions, sources, last, now))
+        for start in range(attempt.num_pushed, end, MOST_A_PART):
+            positions = tuple(range(start, min(start + MOST_A_PART, end)))
+            sources = rows.table.block_ids[start : start + len(positions)]
+            self._p.pool.retain(sources)
+            is_last = last and start + len(positions) == end
+            part = (ticket.incarnation, ticket.epoch, positions, sources, is_last)
+            self._carry_out(self._p.table.part_ready(*part, now))
+        attempt.num_pushed = end
 
     def _matched(self, event: Matched) -> None:
         attempt = self._desk.attempts.get(event.key)

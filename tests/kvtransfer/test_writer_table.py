@@ -323,6 +323,22 @@ def test_a_write_that_fails_after_the_link_came_back_ends_the_process_at_once() 
     assert [type(a) for a in t.write_failed(DECODE, 1, 0, "timeout", 1.7)] == [Count, ExitProcess]
 
 
+def test_only_what_may_end_the_process_soon_is_in_doubt() -> None:
+    t = posting()
+    t.write_done(DECODE, 1, 1, 1.1)
+    assert not t.in_doubt
+    t.link_lost(DECODE, 1.2)
+    assert t.in_doubt, "a write is under way and its link is gone"
+    t.write_failed(DECODE, 1, 0, "timeout", 1.3)
+    assert t.in_doubt, "it may land in a peer that lives"
+    t.link_lost(DECODE, 1.4, "nobody listens", peer_dead=True)
+    assert not t.in_doubt
+    late = opened(refuses_late=True)
+    give(late, (1,), 1.0)
+    late.link_lost(DECODE, 1.2)
+    assert not late.in_doubt
+
+
 def test_a_write_that_goes_on_without_a_link_is_no_danger_where_late_frames_are_refused() -> None:
     t = opened(refuses_late=True)
     t.part_ready(DECODE, 1, (1,), (101,), False, 1.0)
