@@ -259,6 +259,15 @@ def test_a_link_closed_by_the_peers_kernel_gives_blocks_back_three_seconds_later
     assert t.tick(4.0) == (Unexpect(1), FreeBlocks(1, PROMISED))
 
 
+def test_a_writer_that_dies_after_its_ticket_was_aborted_gives_the_blocks_back_three_seconds_later() -> None:
+    """Nobody is left to say fenced; without its death as proof they would be away until forced."""
+    t = quarantined()
+    assert t.link_closed(PREFILL, True, 1.5) == ()
+    assert t.next_deadline() == 1.5 + PEER_GONE_S
+    assert t.tick(4.4) == ()
+    assert t.tick(4.5) == (Unexpect(1), FreeBlocks(1, PROMISED))
+
+
 def test_a_writer_that_dials_again_takes_the_proof_of_its_death_back() -> None:
     t = quarantined()
     t.link_closed(PREFILL, True, 1.5)

@@ -295,7 +295,10 @@ class Pair:
         raise AssertionError(f"not done after {turns} turns: {self.requests} {self.prefill.load(self.now)}")
 
     def is_quiet(self) -> bool:
+        """No attempt is kept either: they are bounded, and one that is forgotten would take its place for ever."""
         loads = (self.prefill.load(self.now), self.decode.load(self.now))
+        if any(len(core._desk.attempts) for core in (self.prefill, self.decode)):
+            return False
         return all(
             load.running == load.waiting == load.transfers_in_flight == 0
             and load.blocks.free + load.blocks.cached == load.blocks.total
