@@ -17,6 +17,15 @@ from kvrelay.client import Client
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 20.0
+COMPLAINTS = (
+    "BlockingIOError",
+    "was destroyed but it is pending",
+    "was never awaited",
+    "was never retrieved",
+    "Exception in callback",
+    "Exception ignored in",
+)
+"""What an event loop that is misused says, also on the way out."""
 
 
 class Cluster:
@@ -102,11 +111,18 @@ def start_cluster(log: Path, *flags: str) -> Cluster:
 
 @contextmanager
 def running_cluster(log: Path, *flags: str) -> Iterator[Cluster]:
+    """Whatever happened in it, nothing of it may have misused its event loop."""
     cluster = start_cluster(log, *flags)
     try:
         yield cluster
     finally:
         cluster.stop()
+    assert complaints_in(log.read_text()) == []
+
+
+def complaints_in(text: str) -> list[str]:
+    """Lines of a log that no process of ours may write."""
+    return [line for line in text.splitlines() if any(words in line for words in COMPLAINTS)]
 
 
 def is_alive(pid: int) -> bool:
