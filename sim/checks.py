@@ -109,6 +109,7 @@ def holds_nothing(worker: WorkerNode) -> str:
     load = worker.core.load(worker.node.clock())
     blocks, slots = load.blocks, worker.core._p.scheduler.room.free_slots
     left = load.running or load.waiting or load.transfers_in_flight or load.queued_tokens
+    left = left or len(worker.core._desk.attempts)
     if blocks.free + blocks.cached == blocks.total and not left and slots == worker.shape.swap_slots:
         return ""
     return f"{worker.incarnation}: {load}, {worker.shape.swap_slots - slots} blocks in host memory"
