@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from support.pair_requests import SESSION, VOCAB, Request
@@ -58,6 +59,7 @@ class Pair:
         prefill_blocks: int = 256,
         decode_blocks: int = 256,
         step_tokens: int = 64,
+        decode_rows: int = 256,
         seed: int | None = None,
         verify_kv: bool = False,
         cache: bool = True,
@@ -105,7 +107,7 @@ class Pair:
                 100_000,
                 VOCAB,
                 self.d_pool,
-                Scheduler(self.d_pool, 16, budgets),
+                Scheduler(self.d_pool, 16, replace(budgets, max_sequences=decode_rows)),
                 self.receiver,
                 self.d_exec.pool,
             )

@@ -10,6 +10,7 @@ from support.pair import D, Pair
 from support.pair_requests import SESSION, hash_reference, make_work, work_of
 
 from kvrelay.blocks import Ticket
+from kvrelay.link import LEASE_S
 from kvrelay.requests import Incarnation, RequestId, WorkerId
 from kvrelay.session import Abort, Destination, Prefill
 from kvtransfer.manifest import MAX_POSITIONS, Manifest, encode
@@ -128,6 +129,27 @@ def test_fifty_that_wait_for_a_full_decode_worker_are_cancelled_in_any_order(tra
     assert pair.decode.load(pair.now).waiting == 0
     pair.run()
     assert tuple(runs.tokens) == hash_reference(runs.work)
+    pair.close()
+
+
+def test_tickets_that_are_open_and_rows_that_are_waited_for_much_longer_than_a_lease_lose_nothing(
+    transport: str,
+) -> None:
+    """Two rows, turns of half a second: the last prompt is computed after a minute and runs after two."""
+    pair = Pair(transport=transport, prefill_blocks=1024, decode_blocks=1024, decode_rows=2)
+    begun_at = pair.now
+    requests = [pair.submit(make_work(f"r{i}", 200, 12)) for i in range(40)]
+    longest = 0.0
+    while not all(r.is_done for r in requests):
+        pair.turn()
+        pair.now += 0.5
+        longest = pair.now - begun_at if pair.writer.in_flight else longest
+        assert pair.now < begun_at + 600
+    assert longest > 3 * LEASE_S
+    pair.run()
+    assert [tuple(r.tokens) for r in requests] == [hash_reference(r.work) for r in requests]
+    counters = pair.counters(pair.decode)
+    assert {"lease_expired", "quarantined", "late_tick"}.isdisjoint(counters)
     pair.close()
 
 

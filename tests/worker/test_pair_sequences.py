@@ -106,8 +106,8 @@ def test_with_its_last_sequence_an_attempt_is_over(pair: Pair, local: bool) -> N
     assert pair.d_pool.counts().held == 0
 
 
-def test_100_calls_of_three_sequences_half_of_them_cancelled_midway_leave_nothing() -> None:
-    pair, draw = Pair(prefill_blocks=24, decode_blocks=24, seed=9), random.Random(9)
+def test_100_calls_of_three_sequences_half_of_them_cancelled_midway_leave_nothing(transport: str) -> None:
+    pair, draw = Pair(transport=transport, prefill_blocks=24, decode_blocks=24, seed=9), random.Random(9)
     for number in range(100):
         work = replace(make_work(f"r{number}", 2 * B + 1, 20, seed=5), n=3)
         request = pair.submit(work)
