@@ -85,7 +85,11 @@ def _failed(error: KVRelayError, code: int) -> int:
 
 
 async def _main(config: CoordinatorConfig, model: ServedModel, on_ready: Callable[[str], None]) -> int:
-    telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint, config.trace_ratio)
+    try:
+        telemetry = tracing.setup("kvrelay-coordinator", config.trace_dir, config.otlp_endpoint, config.trace_ratio)
+    except OSError as error:
+        words = f"cannot write traces into {config.trace_dir}: {error.strerror or error}"
+        raise FailedPrecondition(words, field="trace_dir") from error
     try:
         coordinator = Coordinator(config, model, telemetry)
         stopping = asyncio.Event()

@@ -68,6 +68,8 @@ AT_LEAST = {
     "trace_ratio": 0,
     "trace_slow_s": 0,
 }
+MOST_INT = 2**31 - 1
+"""Of any whole number: what workers say of themselves has fields of 32 bits."""
 TABLES: dict[str, type] = {
     "coordinator": CoordinatorConfig,
     "worker": WorkerConfig,
@@ -115,7 +117,10 @@ def read_file(path: str) -> dict[str, Values]:
     """The file's tables, all keys known. Top-level keys stand under "". InvalidArgument names what is wrong."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        words = f"cannot read the configuration file {path}: {error.strerror or error}"
+        raise InvalidArgument(words, field="config") from error
+    except UnicodeDecodeError as error:
         raise InvalidArgument(f"cannot read the configuration file {path}: {error}", field="config") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgument(f"{path} is not valid TOML: {error}", field="config") from error
@@ -209,8 +214,9 @@ def _checked(key: str, value: object, name: str) -> object:
     least = AT_LEAST.get(key)
     if least is not None and isinstance(value, (int, float)) and not least <= value < math.inf:
         raise InvalidArgument(f"{name} must be at least {least}, not {value!r}", field=name)
-    if key == "trace_ratio" and isinstance(value, float) and value > 1:
-        raise InvalidArgument(f"{name} must be at most 1, not {value!r}", field=name)
+    most = 1 if key == "trace_ratio" else MOST_INT if type(value) is int else math.inf
+    if isinstance(value, (int, float)) and value > most:
+        raise InvalidArgument(f"{name} must be at most {most}, not {value!r}", field=name)
     if key == "listen" or (key in ("advertise", "metrics", "http") and value):
         _require_address(str(value), name)
     if key == "coordinators" and isinstance(value, tuple):

@@ -42,6 +42,10 @@ def generate(
     wrong usage, 130 after Ctrl-C, which cancels the request.
     """
     _check_usage(prompt, prompts, local, deadline, engine)
+    if output.logprobs is not None and not output.json_output:
+        raise typer.BadParameter("--logprobs needs --json: text has no room for them")
+    if deadline is not None and not deadline > 0:
+        raise typer.BadParameter(f"--deadline must be above 0, not {deadline:g}")
     from kvrelay.cli.ask import answer, ask_cluster
     from kvrelay.cli.problems import EXIT_FAILED, report
     from kvrelay.client import GenerateOptions

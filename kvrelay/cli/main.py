@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from kvrelay.cli.problems import EXIT_INTERRUPTED
-from kvrelay.cli.role_names import ROLES
+INTERRUPTED = 130
+"""As kvrelay.cli.problems has it: nothing is imported before Ctrl-C is looked after."""
 
 
 def main() -> None:
@@ -15,10 +15,12 @@ def main() -> None:
     try:
         sys.exit(_run(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def _run(arguments: list[str]) -> int:
+    from kvrelay.cli.role_names import ROLES
+
     if arguments and arguments[0] in ROLES:
         from kvrelay.cli.roles import run_role
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from kvrelay.cli.cluster import STOP_GRACE_S, Member, python_module
 from kvrelay.cli.roles import flag_of
@@ -47,8 +49,12 @@ def plan_local(options: Mapping[str, object], *, path: str, env: Mapping[str, st
         require_model(worker)
     target = _claimed(coordinator.listen, "listen")
     http = _claimed_beside(target, coordinator.http) if coordinator.http else ""
+    require_folder(coordinator.trace_dir, "trace_dir")
+    require_folder(up.log_dir, "log_dir")
     common = ("--die-with-parent", str(parent_pid), *(("--config", path) if path else ()))
     metrics = metrics_addresses(coordinator.metrics, 1 + up.prefill + up.decode)
+    for address in filter(None, metrics):
+        claim_port(address, "metrics")
     front = {**options, "listen": target, "http": http}
     members = [Member("coordinator", _command("coordinator", CoordinatorConfig, front, common))]
     for role, count in ((Role.PREFILL, up.prefill), (Role.DECODE, up.decode)):
@@ -77,6 +83,18 @@ def require_model(config: WorkerConfig) -> None:
         from kvrelay.models.config import ModelConfig
 
         ModelConfig.from_dir(resolve(config.model))
+
+
+def require_folder(path: str, field: str) -> None:
+    """Makes the folder unless path is ""; InvalidArgument of the field where nothing can be written into it."""
+    if not path:
+        return
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InvalidArgument(f"cannot write into {path}: {error.strerror or error}", field=field) from error
 
 
 def _claimed(address: str, field: str) -> str:

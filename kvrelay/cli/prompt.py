@@ -31,8 +31,10 @@ def parse_token_ids(text: str) -> list[int]:
     """A JSON list, or numbers with white space between them."""
     try:
         ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"tokens is not a JSON list: {error}", field="tokens") from error
     except ValueError as error:
-        raise InvalidArgument(f"tokens must be a JSON list or numbers: {error}", field="tokens") from error
+        raise InvalidArgument("tokens must be a JSON list or numbers with spaces between", field="tokens") from error
     for at, token_id in enumerate(ids):
         if type(token_id) is not int:
             raise InvalidArgument(f"tokens[{at}] must be a whole number, not {token_id!r}", field=f"tokens[{at}]")

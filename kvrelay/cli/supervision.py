@@ -53,7 +53,7 @@ def on_exit(life: Life, code: int, lived_s: float, cluster_served: bool, last_li
     die: it is started again at once.
     """
     how = describe_exit(code)
-    why = f": {last_line}" if last_line else ""
+    why = f": {last_line}" if last_line and code >= 0 else ""  # who was killed had no time to say why
     if code == EXIT_CONFIG:
         return life, GiveUp(EXIT_CONFIG, f"{life.name} cannot be configured{why}")
     if code == 0 and cluster_served and lived_s >= FIRST_DELAY_S:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
+
+from kvrelay.errors import InvalidArgument
 
 DEFAULT_MESSAGE_BYTES = 8 * 1024 * 1024 + 64 * 1024
 """Largest message a side takes unless told otherwise: 8 MiB of content and its headers. Unlimited is never right."""
@@ -39,9 +43,17 @@ def channel_options(max_receive_bytes: int = DEFAULT_MESSAGE_BYTES) -> list[Opti
 
 def open_channel(target: str, *, max_receive_bytes: int = DEFAULT_MESSAGE_BYTES) -> grpc.aio.Channel:
     """An asyncio channel; the caller owns and closes it."""
+    _require_port(target)
     return grpc.aio.insecure_channel(target, options=channel_options(max_receive_bytes))
 
 
 def open_sync_channel(target: str, *, max_receive_bytes: int = DEFAULT_MESSAGE_BYTES) -> grpc.Channel:
     """A channel for threads; the caller owns and closes it."""
+    _require_port(target)
     return grpc.insecure_channel(target, options=channel_options(max_receive_bytes))
+
+
+def _require_port(target: str) -> None:
+    """InvalidArgument for what is neither HOST:PORT nor has a scheme of gRPC's: it would take 443 for the port."""
+    if not re.fullmatch(r".+:[0-9]+|[a-z0-9]+:.+", target):
+        raise InvalidArgument(f"target must be HOST:PORT, not {target!r}", field="target")

@@ -6,6 +6,7 @@ Unknown exceptions become Internal: their message stays in the log, the caller g
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -64,6 +65,16 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[KVRelayError]] = {
 }
 """The class for a code alone; codes we never send come from proxies and foreign servers. OK is no error: our bug."""
 ERROR_OF_NAME = {kind.__name__: kind for kind in STATUS_TABLE}
+
+IN_WORDS = (
+    (
+        r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:|unix:)?(?P<who>[^ ]+): (?P<why>.*)",
+        "cannot reach {who}: {why}",
+    ),
+    (r"errors resolving (?P<who>[^ ]+): .*: (?P<why>[^:]+?)\]?", "cannot find the host of {who}: {why}"),
+    (r"Deadline Exceeded", "the deadline passed"),
+)
+"""What gRPC itself says where nobody answered -> what we say of it."""
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +163,7 @@ def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
     call = error if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
     if call is None:
         return errors.Internal(f"the call failed without a status: {type(error).__name__}")
-    code, message = call.code(), call.details() or ""
+    code, message = call.code(), in_words(call.details() or "")
     kind, field, retry = ERROR_OF_CODE.get(code, errors.Internal), "", None
     resource, metadata = None, {}
     for detail in _unpack(call):
@@ -166,6 +177,14 @@ def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
             case error_details_pb2.RetryInfo():
                 retry = detail.retry_delay.ToNanoseconds() / 1e9
     return kind(message, field=field, retry_after_s=retry, resource=resource, metadata=metadata)
+
+
+def in_words(details: str) -> str:
+    """gRPC's own words for an address that nobody answers at, short; all else as it is."""
+    for pattern, words in IN_WORDS:
+        if found := re.fullmatch(pattern, details, re.DOTALL):
+            return words.format(**found.groupdict()).replace(": Failed to connect to remote host: ", ": ")
+    return details
 
 
 def _unpack(call: grpc.Call | grpc.aio.AioRpcError) -> Iterator[Detail]:

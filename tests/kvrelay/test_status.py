@@ -126,3 +126,25 @@ def test_subclasses_not_in_the_table_take_the_code_of_their_parent():
     assert status.code_of(Narrower("x")) is grpc.StatusCode.UNAVAILABLE
     assert type(status.from_rpc_error(as_received(Narrower("x")))) is errors.Unavailable
     assert status.code_of(errors.KVRelayError("x")) is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:50061: "
+            "Failed to connect to remote host: Connection refused",
+            "cannot reach 127.0.0.1:50061: Connection refused",
+        ),
+        (
+            "errors resolving nope:80: [field:hostname lookup error:address lookup failed for nope:80: "
+            "Domain name not found]",
+            "cannot find the host of nope:80: Domain name not found",
+        ),
+        ("Deadline Exceeded", "the deadline passed"),
+        ("Socket closed", "Socket closed"),
+    ],
+)
+def test_what_grpc_says_of_an_address_nobody_answers_at_is_said_in_few_words(said, words):
+    call = AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), details=said)
+    assert status.from_rpc_error(call).message == words

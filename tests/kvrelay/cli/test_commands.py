@@ -221,8 +221,13 @@ def test_what_cannot_be_sent_names_the_field(serving, arguments, stdin, field):
 def test_nobody_at_the_target_is_one_clear_line():
     done = kvrelay("status", "--target", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr.count(b"\n") == 1
-    assert done.stderr.startswith(b"kvrelay: ")
+    assert done.stderr == b"kvrelay: cannot reach 127.0.0.1:1: Connection refused\n"
+
+
+def test_a_target_without_a_port_is_refused_by_name():
+    done = kvrelay("status", "--target", "nowhere")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"kvrelay: target must be HOST:PORT, not 'nowhere'\n"
 
 
 def test_status_as_json_has_the_blocks_of_every_worker(serving):

@@ -64,7 +64,7 @@ def test_without_flags_nothing_but_the_clients_own_defaults_is_asked_for(asked):
         ("--min-p 0.1 --repetition-penalty 1.2", {"min_p": 0.1, "repetition_penalty": 1.2}),
         ("--presence-penalty -0.5 --frequency-penalty 2", {"presence_penalty": -0.5, "frequency_penalty": 2.0}),
         ("--logit-bias 7=-100 --logit-bias 8=2.5", {"logit_bias": {7: -100.0, 8: 2.5}}),
-        ("--logprobs 0", {"logprobs": 0}),
+        ("--json --logprobs 0", {"logprobs": 0}),
         ("--min-tokens 4 --include-stop", {"min_tokens": 4, "include_stop": True}),
         ("--echo --keep-special", {"echo": True, "skip_special_tokens": False}),
         ("--truncate-prompt 9 --priority batch", {"truncate_prompt": 9, "priority": "batch"}),

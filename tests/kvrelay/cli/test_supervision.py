@@ -58,3 +58,10 @@ def test_a_process_that_never_served_ends_the_start_after_three_deaths():
 def test_a_restart_is_told_with_cause_and_incarnation(code, words):
     _, decision = on_exit(started(Life("decode-1")), code, 12.34, cluster_served=True)
     assert decision == Restart(0.0, f"decode-1 ended after 12.3 s ({words}); starting incarnation 2 now")
+
+
+def test_the_last_line_of_who_was_killed_is_not_told_as_its_reason():
+    _, killed = on_exit(started(Life("decode-1")), -9, 12.34, cluster_served=True, last_line="link opened")
+    assert killed == Restart(0.0, "decode-1 ended after 12.3 s (killed by SIGKILL); starting incarnation 2 now")
+    _, ended = on_exit(started(Life("decode-1")), 1, 12.34, cluster_served=True, last_line="no memory")
+    assert ended == Restart(0.0, "decode-1 ended after 12.3 s (exit code 1): no memory; starting incarnation 2 now")

@@ -58,6 +58,8 @@ def test_every_role_has_help_with_an_example_and_a_flag_for_every_key(role, caps
         ["generate", "--max-tokens", "many", "x"],
         ["generate", "--dtype", "float32", "x"],
         ["generate", "--local", "--deadline", "1", "x"],
+        ["generate", "--logprobs", "1", "x"],
+        ["generate", "--deadline", "nan", "x"],
         ["bench", "--scenario", "chaos"],
         ["bench", "--plot", "x.png"],
         ["bench", "--rate", "0"],
@@ -78,6 +80,9 @@ def test_wrong_usage_exits_2(arguments):
         (["--prefill", "-1"], "--prefill must be at least 0, not -1"),
         (["--decode", "0"], "--decode must be at least 1, not 0"),
         (["--listen", "nowhere"], "--listen must be HOST:PORT"),
+        (["--step-tokens", "2147483648"], "--step-tokens must be at most 2147483647, not 2147483648"),
+        (["--listen", "127.0.0.1:0", "--trace-dir", "/proc/x"], "trace_dir: cannot write into /proc/x"),
+        (["--listen", "127.0.0.1:0", "--log-dir", "/dev/null"], "log_dir: cannot write into /dev/null"),
         (["--config", "/nowhere.toml"], "cannot read the configuration file /nowhere.toml"),
     ],
 )
@@ -99,6 +104,13 @@ def test_up_says_in_one_line_that_its_port_is_taken(taken_port):
     done = CliRunner().invoke(app, ["up", "--executor", "hash", "--listen", f"127.0.0.1:{taken_port}"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == f"kvrelay: cannot listen on 127.0.0.1:{taken_port}: Address already in use\n"
+
+
+def test_up_says_in_one_line_that_a_port_for_metrics_is_taken(taken_port):
+    given = ["up", "--executor", "hash", "--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{taken_port}"]
+    done = CliRunner().invoke(app, given)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"kvrelay: metrics: cannot listen on 127.0.0.1:{taken_port}: Address already in use\n"
 
 
 @pytest.fixture
