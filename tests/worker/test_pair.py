@@ -80,6 +80,21 @@ def test_abort_in_any_phase_gives_all_blocks_back(pair: Pair, turns: int) -> Non
     assert pair.is_quiet()
 
 
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_aborted_while_it_decodes_runs_no_further_step(pair: Pair, n: int, local: bool) -> None:
+    request = pair.submit(replace(make_work("a", 40, 500, seed=5), n=n), local=local)
+    while len(request.tokens) < 5:
+        pair.turn()
+    pair.abort("a")
+    pair.turn()
+    steps = pair.decode_steps
+    for _ in range(5):
+        pair.turn()
+    assert (pair.decode_steps, pair.decode.load(pair.now).running) == (steps, 0)
+    assert pair.is_quiet()
+
+
 @pytest.mark.parametrize("turns", range(14))
 def test_session_end_in_any_phase_gives_all_blocks_back(pair: Pair, turns: int) -> None:
     pair.submit(make_work("a", 300, 20))
