@@ -195,7 +195,7 @@ _MEMORY_AT_PREFILL = (
         "part-without-a-reference",
         "a part holds no reference on its sources, so the end of the sequence frees them under the write",
         PREFILL,
-        "        self._p.pool.retain(sources)\n",
+        "            self._p.pool.retain(sources)\n",
         "",
     ),
     one_edit(

@@ -26,11 +26,11 @@ _LIFE = (
         "end-at-token-0-keeps-decode",
         "decode is not told when the first token already ends the request",
         LIFECYCLE,
-        """    elif state.decoder() is None:
-        state = replace(state, prefill_ended=True)
+        """    elif state.fork is not None:  # decode has the first tokens of all n, and knows those that end by rule
 """,
-        """    else:
-        state = replace(state, prefill_ended=True, decode_ended=True)
+        """    elif state.fork is None:
+        state = replace(state, decode_ended=True)
+    else:
 """,
     ),
     one_edit(

@@ -77,7 +77,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 class DoesNotApply(Exception):
-    """The text that a fault replaces is not there exactly once: run as it is, it would prove nothing."""
+    """The text a fault replaces is not there exactly once, or what comes of it is no Python: it would prove nothing."""
 
 
 @dataclass
@@ -110,6 +110,11 @@ def mutated(fault: Fault, root: Path) -> dict[str, str]:
         if count != 1:
             raise DoesNotApply(f"{fault.name}: its text occurs {count} times in {edit.path}:\n{edit.old}")
         contents[edit.path] = text.replace(edit.old, edit.new)
+    for path, text in contents.items():
+        try:
+            compile(text, path, "exec")
+        except SyntaxError as error:
+            raise DoesNotApply(f"{fault.name}: {path} is no Python with it: {error}") from error
     return contents
 
 

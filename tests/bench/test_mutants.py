@@ -46,3 +46,9 @@ def test_an_edit_whose_text_is_not_there_exactly_once_fails_loudly(tmp_path: Pat
     (tmp_path / "a.py").write_text(text)
     with pytest.raises(DoesNotApply, match=f"its text occurs {count} times in a.py"):
         mutated(Fault("one", "", (Edit("a.py", "x = 1", "x = 3"),)), tmp_path)
+
+
+def test_an_edit_that_leaves_no_python_fails_loudly(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    with pytest.raises(DoesNotApply, match=r"one: a.py is no Python with it: invalid syntax \(a.py, line 1\)"):
+        mutated(Fault("one", "", (Edit("a.py", "x = 1", "else: 1"),)), tmp_path)
