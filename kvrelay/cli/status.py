@@ -48,7 +48,8 @@ async def _once(target: str, as_json: bool) -> None:
 
     from kvrelay.cli.status_view import topology_table
 
-    Console(width=None if sys.stdout.isatty() else 160).print(topology_table(topology))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(topology_table(topology, console.width))
 
 
 async def _watch(target: str, as_json: bool) -> None:
@@ -68,7 +69,7 @@ async def _watch(target: str, as_json: bool) -> None:
                 if live is None:
                     _print_json(topology)
                 else:
-                    live.update(topology_table(topology), refresh=True)
+                    live.update(topology_table(topology, live.console.width), refresh=True)
                 await asyncio.sleep(WATCH_S)
 
 
