@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from support.cluster import is_alive
+from support.cluster import complaints_in, is_alive
 from support.history import leaks
 from support.processes import RoleProcess
 from support.proxy import Proxy
@@ -177,6 +177,7 @@ def members(
         yield cluster
     finally:
         cluster.stop()
+    assert [line for log in directory.glob("*.log") for line in complaints_in(log.read_text())] == []
 
 
 def _together(start: Callable[[str], RoleProcess], names: Sequence[str]) -> dict[str, RoleProcess]:
