@@ -4,31 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 from kvrelay.cli import bench, chat, demo, doctor, drain, generate, health, models, plan, role_names, status, tbt, up
-from kvrelay.cli.flags import Grouped, flat
+from kvrelay.cli.flags import Grouped, examples, flat
 
 app = typer.Typer(
     name="kvrelay",
     help="Serve large language models with prefill and decode on separate pools of workers.",
-    epilog="Start here: kvrelay models pull, kvrelay up, then kvrelay generate 'Once upon a time'",
+    epilog="\b\nStart here:\n  kvrelay models pull\n  kvrelay up\n  kvrelay generate 'Once upon a time'",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command(epilog=up.EXAMPLE)(up.up)
-app.command(cls=Grouped, epilog=generate.EXAMPLE)(flat(generate.generate))
-app.command(cls=Grouped, epilog=chat.EXAMPLE)(flat(chat.chat))
-app.command(epilog=status.EXAMPLE)(status.status)
-app.command(epilog=drain.EXAMPLE)(drain.drain)
-app.command(epilog=bench.EXAMPLE)(bench.bench)
-app.command(epilog=plan.EXAMPLE)(plan.plan)
-app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
-app.command(epilog=tbt.EXAMPLE)(tbt.tbt)
-app.command(epilog=demo.EXAMPLE)(demo.demo)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvrelay {version('kvrelay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every(
+    show: Annotated[bool, typer.Option("--version", is_eager=True, callback=_say_version, help="The version.")] = False,
+) -> None:
+    """What all commands take: nothing but the version's flag, which is answered before any of them runs."""
+
+
+app.command(epilog=examples(*up.EXAMPLE))(up.up)
+app.command(cls=Grouped, epilog=examples(*generate.EXAMPLE))(flat(generate.generate))
+app.command(cls=Grouped, epilog=examples(*chat.EXAMPLE))(flat(chat.chat))
+app.command(epilog=examples(*status.EXAMPLE))(status.status)
+app.command(epilog=examples(*drain.EXAMPLE))(drain.drain)
+app.command(epilog=examples(*bench.EXAMPLE))(bench.bench)
+app.command(epilog=examples(*plan.EXAMPLE))(plan.plan)
+app.command(epilog=examples(*doctor.EXAMPLE))(doctor.doctor)
+app.command(epilog=examples(*tbt.EXAMPLE))(tbt.tbt)
+app.command(epilog=examples(*demo.EXAMPLE))(demo.demo)
 app.add_typer(models.app, name="models")
 
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from kvrelay.cli.bench_run import BenchOptions
 
 EXAMPLE = (
-    "Examples: kvrelay bench --requests 96 --concurrency 32, kvrelay bench --rate 2 --prompt-tokens 1024, "
-    "kvrelay bench --scenario interference --streams 8 --long-prompt 1024 --seconds 20 --plot interference.png"
+    "kvrelay bench --requests 96 --concurrency 32",
+    "kvrelay bench --rate 2 --prompt-tokens 1024",
+    "kvrelay bench --scenario interference --long-prompt 1024 --plot interference.png",
 )
 SCENARIOS = ("load", "interference")
 

@@ -10,8 +10,8 @@ from kvrelay.cli.sampling_flags import SamplingFlags
 from kvrelay.config import DEFAULT_TARGET
 
 EXAMPLE = (
-    "Examples: kvrelay chat --system 'You answer in one sentence.'; "
-    "printf 'Who are you?\\nAnd where?\\n' | kvrelay chat --temperature 0 --json"
+    "kvrelay chat --system 'You answer in one sentence.'",
+    "printf 'Who are you?\\nAnd where?\\n' | kvrelay chat --temperature 0 --json",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: kvrelay demo --prompt-file my_question.txt --max-tokens 64"
+EXAMPLE = ("kvrelay demo --prompt-file my_question.txt --max-tokens 64",)
 PROMPT_FILE = "examples/prompt_1000.txt"
 
 

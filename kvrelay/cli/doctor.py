@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from kvrelay.doctor.finding import Finding
 
 EXAMPLE = (
-    "Examples: kvrelay doctor, kvrelay doctor --config kvrelay.toml --json, kvrelay doctor --target 127.0.0.1:50061"
+    "kvrelay doctor",
+    "kvrelay doctor --config kvrelay.toml --json",
+    "kvrelay doctor --target 127.0.0.1:50061",
 )
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 

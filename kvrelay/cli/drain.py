@@ -11,7 +11,7 @@ from kvrelay.config import DEFAULT_TARGET
 if TYPE_CHECKING:
     from kvrelay.cli.drain_run import Progress
 
-EXAMPLE = "Example: kvrelay drain decode-0 --grace-s 30"
+EXAMPLE = ("kvrelay drain decode-0 --grace-s 30",)
 
 
 def drain(

@@ -32,6 +32,12 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def examples(*commands: str) -> str:
+    """The end of a command's help: each example a line of its own, as it can be copied."""
+    title = "Example:" if len(commands) == 1 else "Examples:"
+    return "\n".join(("\b", title, *(f"  {command}" for command in commands)))  # \b: click leaves the lines as they are
+
+
 GENERAL = "Options"
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvrelay.cli.ask import Ask
 
 EXAMPLE = (
-    "Examples: echo 'Why is the sea salty?' | kvrelay generate --chat --max-tokens 64 -; "
-    "kvrelay generate --chat --json-schema examples/person.schema.json 'Invent a sailor.'"
+    "echo 'Why is the sea salty?' | kvrelay generate --chat --max-tokens 64 -",
+    "kvrelay generate --chat --json-schema examples/person.schema.json 'A sailor.'",
 )
 Priority = Literal["batch", "normal", "interactive"]
 

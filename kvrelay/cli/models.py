@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from kvrelay.cli.flags import examples
+
 app = typer.Typer(help="Pull models and list them.", no_args_is_help=True, rich_markup_mode=None)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-@app.command(epilog="Example: kvrelay models pull smollm2-135m-instruct")
+@app.command(epilog=examples("kvrelay models pull smollm2-135m-instruct"))
 def pull(
     model: Annotated[str, typer.Argument(help="Model id.")] = DEFAULT_MODEL,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -28,7 +30,7 @@ def pull(
     _print({"model": model, "path": str(path)}, str(path), json_output)
 
 
-@app.command("list", epilog="Example: kvrelay models list --json")
+@app.command("list", epilog=examples("kvrelay models list --json"))
 def list_(json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
     """List the models that can be pulled. Any local Hugging Face directory of a Llama model can be served, too."""
     from kvrelay.models.catalog import list_models

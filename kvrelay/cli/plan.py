@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from kvrelay.planning import Load, Machine, Plan, Terms
 
 EXAMPLE = (
-    "Examples: kvrelay plan --model-preset llama-3-8b --long-prompt 32768 --decode-sequences 32, "
-    "kvrelay plan ./my-model --memory-gb 24 --bandwidth-gbs 1008 --tflops 165 --network-gbs 12.5 --rate 4 --json"
+    "kvrelay plan --model-preset llama-3-8b --long-prompt 32768 --decode-sequences 32",
+    "kvrelay plan ./my-model --memory-gb 24 --bandwidth-gbs 1008 --tflops 165",
+    "kvrelay plan ./my-model --network-gbs 12.5 --rate 4 --json",
 )
 GB = 10**9
 

@@ -12,7 +12,7 @@ from kvrelay.config import DEFAULT_TARGET
 if TYPE_CHECKING:
     from kvrelay.client import Topology
 
-EXAMPLE = "Example: kvrelay status --target 127.0.0.1:50061 --watch"
+EXAMPLE = ("kvrelay status --target 127.0.0.1:50061 --watch",)
 WATCH_S = 1.0
 
 

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 EXAMPLE = (
-    "Examples: kvrelay up --trace-dir traces, and after some load kvrelay tbt traces; "
-    "kvrelay tbt traces --plot late.png --request REQUEST_ID; kvrelay tbt before --compare after"
+    "kvrelay up --trace-dir traces     # and after some load:",
+    "kvrelay tbt traces",
+    "kvrelay tbt traces --plot late.png --request REQUEST_ID",
+    "kvrelay tbt before --compare after",
 )
 
 

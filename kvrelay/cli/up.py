@@ -8,7 +8,7 @@ import typer
 
 from kvrelay.config import PREEMPT, ROUTERS
 
-EXAMPLE = "Example: kvrelay up --prefill 1 --decode 2 --model smollm2-135m-instruct --threads 1"
+EXAMPLE = ("kvrelay up --prefill 1 --decode 2 --model smollm2-135m-instruct",)
 
 
 def up(

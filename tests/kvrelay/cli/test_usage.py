@@ -1,13 +1,16 @@
 """What the command line says before it does anything: help, wrong usage, errors of its own files."""
 
 import socket
+import subprocess
+import sys
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
 from kvrelay import errors
 from kvrelay.cli.app import app
-from kvrelay.cli.problems import error_code, error_line
+from kvrelay.cli.problems import EXIT_INTERRUPTED, error_code, error_line
 from kvrelay.cli.role_names import ROLES
 from kvrelay.cli.roles import HELP, build_parser
 from kvrelay.config import CoordinatorConfig, WorkerConfig
@@ -35,6 +38,20 @@ def test_every_command_has_help_with_an_example(command):
     done = CliRunner().invoke(app, [*command, "--help"])
     assert done.exit_code == 0
     assert "Example" in done.output
+    told = done.output.partition("Example")[2].splitlines()[1:]
+    assert told == [f"    {line.strip()}" for line in told]
+    assert all("kvrelay" in line and len(line) <= 88 for line in told)
+
+
+def test_nothing_is_imported_before_ctrl_c_is_looked_after():
+    ours = "import sys, kvrelay.cli.main as m; print(m.INTERRUPTED, *sorted(n for n in sys.modules if 'kvrelay' in n))"
+    done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == [str(EXIT_INTERRUPTED), "kvrelay", "kvrelay.cli", "kvrelay.cli.main"]
+
+
+def test_the_version_is_one_line():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"kvrelay {version('kvrelay')}\n")
 
 
 @pytest.mark.parametrize("role", ROLES)
