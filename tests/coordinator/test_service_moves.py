@@ -277,3 +277,23 @@ async def test_an_answer_to_an_older_attempt_says_nothing_of_a_workers_load(
     decode.let_go("reserve")
     assert_whole(await asked, 3, migrations=1)
     assert prefill.commands(Prefill)[0].work.attempt == 1
+
+
+async def test_a_worker_that_moves_to_another_address_in_one_life_is_used_there_from_then_on(
+    door: Door, pair: tuple[FakeWorker, FakeWorker]
+) -> None:
+    """Its old address still answers heartbeats: that is no reason to stay with it."""
+    prefill, old = pair
+    held(old, "token 3")
+    answer, asked = door.begin(text="hello", max_tokens=6)
+    await until(lambda: len(answer.tokens) == 3)
+    async with FakeWorker(Role.DECODE, "d0") as new:
+        await new.announce_to(door.address)
+        assert_whole(await asked, 6, migrations=1)
+        for _ in range(10):
+            assert_whole(await door.ask(text="hello", max_tokens=4), 4, migrations=0)
+        assert len(new.commands(Reserve)) == 11
+        assert len(old.commands(Reserve)) == 1
+        later = [command.destination.address for command in prefill.commands(Prefill)[1:]]
+        assert later == [new.address] * 11
+        await door.idle()
