@@ -9,6 +9,7 @@ from support.pair import Pair
 from support.pair_requests import hash_reference, make_work
 
 from kvrelay.requests import StopRule
+from kvrelay.session import Start
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 83, 1000])
@@ -92,6 +93,29 @@ def test_what_is_aborted_while_it_decodes_runs_no_further_step(pair: Pair, n: in
     for _ in range(5):
         pair.turn()
     assert (pair.decode_steps, pair.decode.load(pair.now).running) == (steps, 0)
+    assert pair.is_quiet()
+
+
+def test_a_prompt_that_nobody_pushes_is_computed_no_further_when_it_is_aborted(pair: Pair) -> None:
+    pair.submit(make_work("a", 1000, 1))
+    for _ in range(3):
+        pair.turn()
+    assert pair.prefill.load(pair.now).queued_tokens > 500
+    pair.abort("a")
+    pair.turn()
+    assert pair.is_quiet()
+
+
+def test_a_start_whose_first_token_ends_the_request_leaves_nothing_at_decode(pair: Pair) -> None:
+    """A coordinator sends an abort instead; one that does not may not cost blocks, nor the worker its life."""
+    work = make_work("a", 40, 20)
+    first = hash_reference(replace(work, stop=StopRule(1)))[0]
+    request = pair.submit(replace(work, stop=StopRule(20, frozenset({first}))))
+    while request.ticket is None:
+        pair.turn()
+    request.started = request.aborted = True
+    pair._command(pair.to_decode, Start(work.request_id, 1, (first,)))
+    pair.run()
     assert pair.is_quiet()
 
 
