@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,7 @@ def on_exit(life: Life, code: int, lived_s: float, cluster_served: bool, last_li
     die: it is started again at once.
     """
     how = describe_exit(code)
-    why = f": {last_line}" if last_line and code >= 0 else ""  # who was killed had no time to say why
+    why = f": {reason_in(last_line)}" if last_line and code >= 0 else ""  # who was killed had no time to say why
     if code == EXIT_CONFIG:
         return life, GiveUp(EXIT_CONFIG, f"{life.name} cannot be configured{why}")
     if code == 0 and cluster_served and lived_s >= FIRST_DELAY_S:
@@ -69,6 +70,12 @@ def on_exit(life: Life, code: int, lived_s: float, cluster_served: bool, last_li
         f"{life.name} ended after {lived_s:.1f} s ({how}){why}; starting incarnation {life.incarnations + 1} {when}"
     )
     return life, Restart(delay, message)
+
+
+def reason_in(line: str) -> str:
+    """What a process's last line says went wrong: of one of our log lines what stands under `why`, else all of it."""
+    why = re.search(r"\[error *\].* why=(?:(?P<quote>['\"])(?P<text>.*?)(?P=quote)|(?P<word>\S+))(?= |$)", line)
+    return (why["text"] if why["quote"] else why["word"]) if why else line
 
 
 def describe_exit(code: int) -> str:

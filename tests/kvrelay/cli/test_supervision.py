@@ -1,6 +1,6 @@
 import pytest
 
-from kvrelay.cli.supervision import GiveUp, Life, Restart, on_exit, started
+from kvrelay.cli.supervision import GiveUp, Life, Restart, on_exit, reason_in, started
 
 
 def deaths(*lives_s, served=True, code=1):
@@ -65,3 +65,20 @@ def test_the_last_line_of_who_was_killed_is_not_told_as_its_reason():
     assert killed == Restart(0.0, "decode-1 ended after 12.3 s (killed by SIGKILL); starting incarnation 2 now")
     _, ended = on_exit(started(Life("decode-1")), 1, 12.34, cluster_served=True, last_line="no memory")
     assert ended == Restart(0.0, "decode-1 ended after 12.3 s (exit code 1): no memory; starting incarnation 2 now")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "2026-11-30T05:46:37Z [error    ] cannot start  field=script role=decode why='no such file: /x'",
+            "no such file: /x",
+        ),
+        ('2026-11-30T05:46:37Z [error    ] worker ends  why="it\'s gone" role=decode', "it's gone"),
+        ("2026-11-30T05:46:37Z [error    ] worker ends  why=gone role=decode", "gone"),
+        ("2026-11-30T05:46:37Z [info     ] link closed  why='this worker is ending'", None),
+        ("ImportError: x", None),
+    ],
+)
+def test_of_a_log_line_of_ours_only_its_reason_is_told(line, reason):
+    assert reason_in(line) == (line if reason is None else reason)
