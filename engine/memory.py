@@ -6,6 +6,7 @@ import ctypes
 import mmap
 
 from kvrelay.blocks import KVLayout
+from kvrelay.errors import InvalidArgument
 
 
 class HostPool:
@@ -23,7 +24,7 @@ class HostPool:
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
         self.nbytes = num_blocks * self.block_bytes
-        mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _mapped(self.nbytes, f"{num_blocks} blocks of {self.block_bytes} bytes")
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -57,3 +58,12 @@ class HostPool:
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block_id {block_id} is not in a pool of {self.num_blocks} blocks")
         return block_id * self.block_bytes
+
+
+def _mapped(nbytes: int, what: str) -> mmap.mmap:
+    """Memory that is not touched yet. InvalidArgument where the system promises no such amount."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        words = f"no memory for {what}, {nbytes / 1e9:.2f} GB: ask for less (--pool-mb, --num-blocks, --swap-mb)"
+        raise InvalidArgument(words) from error

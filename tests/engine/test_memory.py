@@ -9,6 +9,7 @@ import pytest
 
 from engine.memory import HostPool
 from kvrelay.blocks import KVLayout
+from kvrelay.errors import InvalidArgument
 
 SMALL = KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=8, dtype="uint8")
 MIB_2 = KVLayout(kv_heads=8, layers=32, block_size=16, head_dim=128, dtype="bfloat16")
@@ -87,3 +88,9 @@ def test_blocks_beyond_4_gib_do_not_wrap() -> None:
     assert not any(pool.read(0)[:4096])
     assert MIB_2.offset(2048) == 1 << 32
     pool.close()
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 42, 1 << 62])
+def test_a_pool_larger_than_any_memory_is_refused_in_one_line(num_blocks: int) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^no memory for {num_blocks} blocks of 2097152 bytes, \d+\.\d\d GB: "):
+        HostPool(MIB_2, num_blocks)
