@@ -20,6 +20,7 @@ from coordinator.clock_offset import Offset
 from coordinator.loads import WorkerLoad
 from coordinator.session_wire import Dial, ListBlocks, dial_worker, list_blocks
 from coordinator.sessions import WorkerSession
+from coordinator.stuck import Stuck
 from coordinator.views import Share, Snapshot
 from kvrelay.errors import KVRelayError, NotFound, Resource
 from kvrelay.fault_points import fault_point
@@ -59,6 +60,7 @@ class Roster:
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._loads: dict[WorkerId, WorkerLoad] = {}
         self._cached = CachedBlocks(list_blocks)
+        self._stuck = Stuck()
         self._dial_worker = dial
         self._wants_steps = wants_steps
         self._serial = 0
@@ -80,14 +82,19 @@ class Roster:
         return any(d.prefix_cache for d in self._state.up)
 
     def has(self, role: Role) -> bool:
-        """Whether a worker of this role has a session. One that drains counts: its successor is waited for after it."""
-        return any(load.description.role is role for load in self._loads.values())
+        """Whether a worker of this role has a session. One that drains counts: its successor is waited for after it.
+
+        One that has been unwell for long does not.
+        """
+        workers = [load.description for load in self._loads.values()]
+        return any(about.role is role and not self._stuck.is_given_up(about) for about in workers)
 
     def is_usable(self, role: Role) -> bool:
-        """Whether a worker of this role takes requests now: it has a session, is heard of and is not about to go."""
-        going = {w for w, known in self._state.workers.items() if known.leaving}
+        """Whether a worker of this role takes requests now: it is heard of, well, and not about to go."""
+        gone = {w for w, known in self._state.workers.items() if known.leaving}
+        gone |= {w for w, load in self._loads.items() if load.load is not None and load.load.unwell}
         return any(
-            load.description.role is role and worker not in going and self._sessions[worker].silent_s() <= rg.STALLED_S
+            load.description.role is role and worker not in gone and self._sessions[worker].silent_s() <= rg.STALLED_S
             for worker, load in self._loads.items()
         )
 
@@ -156,6 +163,7 @@ class Roster:
                 await asyncio.sleep(TICK_S)
                 fault_point("coordinator.roster")
                 self._step(rg.Tick())
+                self._stuck.keep(known.description for known in self._state.workers.values())
         finally:
             sessions = list(self._sessions.values())
             self._sessions.clear()
@@ -192,6 +200,10 @@ class Roster:
             return
         if report.load is not None:
             load.reported(report.load)
+            if self._stuck.heard(load.description, report.load, time.monotonic()):
+                self._spawn(session.close())
+                self.session_down(session, "it is stuck: nothing moves there")
+                return
         self._cached.heard(worker, report.block_events)
         if self.owner is not None:
             self.owner.on_report(worker, report)

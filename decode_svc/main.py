@@ -103,7 +103,7 @@ class DecodeMain:
         )
         links = LinkServer(shell.mailbox, welcome, self.identity.fingerprint, self._config.verify_kv)
         shell.links = _DecodeLinks(links)
-        shell.hub = SessionHub(shell.mailbox, description, shell.load)
+        shell.hub = SessionHub(shell.mailbox, description, shell.load, lambda: shell.healthy)
         server.add(
             worker_pb2_grpc.add_DecodeServiceServicer_to_server,
             DecodeService(shell.hub, shell.block_lists),

@@ -255,7 +255,10 @@ class ComputeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a worker is. queued_tokens: known but not yet computed tokens of all its sequences."""
+    """How busy a worker is. queued_tokens: known but not yet computed tokens of all its sequences.
+
+    unwell: its engine does not come round, or moves nothing although there is work; the figures may be old then.
+    """
 
     blocks: BlockCounts
     running: int = 0
@@ -265,6 +268,7 @@ class Load:
     tokens_per_s: float = 0.0
     draining: bool = False
     counters: tuple[tuple[str, int], ...] = ()
+    unwell: bool = False
 
 
 @dataclass(frozen=True, slots=True)

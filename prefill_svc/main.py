@@ -100,7 +100,7 @@ class PrefillMain:
 
         client = LinkClient(shell.mailbox, hello, dial_link, tell_transport)
         shell.links = _PrefillLinks(client, shell.drop_peer)
-        shell.hub = SessionHub(shell.mailbox, description, shell.load)
+        shell.hub = SessionHub(shell.mailbox, description, shell.load, lambda: shell.healthy)
         server.add(
             worker_pb2_grpc.add_PrefillServiceServicer_to_server,
             PrefillService(shell.hub, shell.block_lists),

@@ -1,7 +1,8 @@
 """How a worker is: well while something moves or there is nothing to do. Said by gRPC health; decides nothing else.
 
 Stuck means that for STUCK_S the engine's thread did not come round, or that nothing moved although there was work.
-Then readiness and liveness are NOT_SERVING; `kvrelay up` kills a worker for which that lasts. A busy one is not stuck.
+Then readiness and liveness are NOT_SERVING, and coordinators hear of it with each load: they place nothing there, and
+move what is there if it lasts. `kvrelay up` kills a worker for which it lasts. A busy one is not stuck.
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ class Turning(Protocol):
     stuck_s: float
 
 
-async def watch(engine: Turning, server: RpcServer, leaving: Callable[[], bool] = lambda: False) -> None:
-    """Until cancelled. Our own pauses, in which the engine stood still too, do not count."""
+async def watch(
+    engine: Turning,
+    server: RpcServer,
+    leaving: Callable[[], bool] = lambda: False,
+    changed: Callable[[bool], None] = lambda healthy: None,
+) -> None:
+    """Until cancelled. Our own pauses, in which the engine stood still too, do not count.
+
+    changed: told how it is now, whenever that changes.
+    """
     turns = Liveness.start(STUCK_S, time.monotonic())
     healthy = True
     while True:
@@ -45,6 +54,7 @@ async def watch(engine: Turning, server: RpcServer, leaving: Callable[[], bool] 
         now_healthy = not hangs and engine.stuck_s < STUCK_S
         if now_healthy != healthy:
             healthy = now_healthy
+            changed(healthy)
             log.warning("health changed", healthy=healthy, engine_hangs=hangs, nothing_moved_s=round(engine.stuck_s, 1))
             await server.set_ready(healthy and not leaving())
             await server.set_ready(healthy, LIVENESS)

@@ -84,7 +84,7 @@ async def _main(
     registration = Registration(
         description, config.coordinators, lambda why: shell.quit(EXIT_CONFIG), on_death=shell.die
     )
-    health = asyncio.ensure_future(watch(engine, server, shell.stop.is_set))
+    health = asyncio.ensure_future(watch(engine, server, shell.stop.is_set, shell.note_health))
     shell.keep(health)
     settle()
     on_ready(description.address)

@@ -115,12 +115,19 @@ class _Session:
 
 
 class SessionHub:
-    """All sessions of a worker, on its event loop."""
+    """All sessions of a worker, on its event loop. healthy: said with every load, whoever made it."""
 
-    def __init__(self, mailbox: Mailbox[Event], description: WorkerDescription, load: Callable[[], Load]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox[Event],
+        description: WorkerDescription,
+        load: Callable[[], Load],
+        healthy: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._mailbox = mailbox
         self._description = description
         self._load = load
+        self._healthy = healthy
         self._sessions: dict[SessionId, _Session] = {}
 
     @property
@@ -231,11 +238,12 @@ class SessionHub:
         if report is not None and session.has_last_words:
             await self._write_one(session, report, write)
 
-    @staticmethod
-    async def _write_one(session: _Session, report: Report, write: WriteReport) -> None:
+    async def _write_one(self, session: _Session, report: Report, write: WriteReport) -> None:
         fault_point("worker.report")
+        load = report.load
         stamped = replace(
             report,
+            load=load if load is None or self._healthy() else replace(load, unwell=True),
             heartbeat_seq=session.heartbeat_seq,
             heartbeat_at_s=session.heartbeat_at_s,
             sent_at_s=time.monotonic(),

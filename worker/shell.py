@@ -72,6 +72,7 @@ class Shell:
     peer_calls: concurrent.futures.ThreadPoolExecutor
     """One thread, for calls that wait for the transport: a peer is dropped and added in the order decided."""
     block_lists: BlockLists
+    healthy: bool = True
     num_signals: int = 0
     exit_code: int = 0
     times: DrainTimes | None = None
@@ -84,6 +85,10 @@ class Shell:
         """The worker's load as of the engine's last turn."""
         assert self.engine is not None and self.engine.load is not None
         return self.engine.load
+
+    def note_health(self, healthy: bool) -> None:
+        """Coordinators hear of it with the next load of each session."""
+        self.healthy = healthy
 
     def deliver(self, actions: list[Action]) -> None:
         """Called on the engine thread: transports take their actions here, the event loop gets the rest in one go."""

@@ -162,6 +162,7 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         tokens_per_s=load.tokens_per_s,
         draining=load.draining,
         counters=dict(load.counters),
+        unwell=load.unwell,
     )
 
 
@@ -177,4 +178,5 @@ def load_from_proto(proto: common_pb2.Load, path: str = "load") -> Load:
         tokens_per_s=number(proto.tokens_per_s, f"{path}.tokens_per_s"),
         draining=proto.draining,
         counters=tuple(sorted(proto.counters.items())),
+        unwell=proto.unwell,
     )

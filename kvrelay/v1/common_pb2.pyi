@@ -508,12 +508,15 @@ class Load(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    UNWELL_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     queued_tokens: _builtins.int
     transfers_in_flight: _builtins.int
     tokens_per_s: _builtins.float
     draining: _builtins.bool
+    unwell: _builtins.bool
+    """Its engine does not come round, or moves nothing although there is work."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
@@ -529,10 +532,11 @@ class Load(_message.Message):
         tokens_per_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        unwell: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "draining", b"draining", "queued_tokens", b"queued_tokens", "running", b"running", "tokens_per_s", b"tokens_per_s", "transfers_in_flight", b"transfers_in_flight", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "draining", b"draining", "queued_tokens", b"queued_tokens", "running", b"running", "tokens_per_s", b"tokens_per_s", "transfers_in_flight", b"transfers_in_flight", "unwell", b"unwell", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

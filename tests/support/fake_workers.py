@@ -57,6 +57,7 @@ class FakeWorker:
         self.forever = False
         self.step_s = 0.0
         self.silent = False
+        self.unwell = False
         self.hold: dict[str, asyncio.Event] = {}
         self.aborted: set[tuple[str, int, int | None]] = set()
         self.sessions: list[asyncio.Queue[Report | Exception | None]] = []
@@ -114,7 +115,7 @@ class FakeWorker:
         self.hold.pop(step).set()
 
     def load(self) -> Load:
-        return Load(BlockCounts(total=self.num_blocks, free=self.num_blocks), counters=())
+        return Load(BlockCounts(total=self.num_blocks, free=self.num_blocks), counters=(), unwell=self.unwell)
 
     def say(self, report: Report) -> None:
         for session in self.sessions:

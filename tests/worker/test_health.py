@@ -24,6 +24,8 @@ class Engine:
 
     progress_at: float = field(default_factory=time.monotonic)
     stuck_s: float = 0.0
+    told: list[bool] = field(default_factory=list)
+    """What coordinators were told of it."""
 
     async def keep_turning(self) -> None:
         while True:
@@ -55,7 +57,7 @@ async def watched(quick: None) -> AsyncIterator[tuple[Engine, Asked]]:
     server, engine = RpcServer(), Engine()
     port = server.bind("127.0.0.1:0")
     await server.start()
-    watching = asyncio.ensure_future(health.watch(engine, server))
+    watching = asyncio.ensure_future(health.watch(engine, server, changed=engine.told.append))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         yield engine, Asked(health_pb2_grpc.HealthStub(channel))
     watching.cancel()
@@ -66,8 +68,10 @@ async def watched(quick: None) -> AsyncIterator[tuple[Engine, Asked]]:
 async def test_an_engine_that_does_not_come_round_is_not_well_until_it_does(watched: tuple[Engine, Asked]) -> None:
     engine, asked = watched
     await asked.until(NOT_SERVING)
+    assert engine.told == [False]
     turning = asyncio.ensure_future(engine.keep_turning())
     await asked.until(SERVING)
+    assert engine.told == [False, True]
     turning.cancel()
 
 

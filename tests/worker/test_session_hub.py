@@ -139,6 +139,23 @@ async def test_heartbeats_are_answered_with_their_number_and_the_load(hub: Sessi
     await asyncio.wait_for(c.task, 5)
 
 
+async def test_a_worker_that_is_not_well_says_so_with_every_load_whoever_made_it(box: Mailbox[Event]) -> None:
+    healthy = [False]
+    hub = SessionHub(box, DESCRIPTION, lambda: LOAD, lambda: healthy[0])
+    c = Coordinator(hub)
+    c.say(Hello("c", S1))
+    reports = await c.until_reports(1)
+    assert reports[0].load == replace(LOAD, unwell=True)
+    hub.send(S1, Report(tokens=(token(0),), load=LOAD))
+    reports = await c.until_reports(2)
+    assert reports[1].load == replace(LOAD, unwell=True)
+    healthy[0] = True
+    hub.send(S1, Report(tokens=(token(1),), load=LOAD))
+    assert (await c.until_reports(3))[2].load == LOAD
+    c.say(None)
+    await asyncio.wait_for(c.task, 5)
+
+
 async def test_a_new_session_of_the_same_coordinator_ends_the_old_one_first(
     hub: SessionHub, box: Mailbox[Event]
 ) -> None:
