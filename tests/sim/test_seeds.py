@@ -20,12 +20,14 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 100
 FAULTS = ("crash", "point", "pause", "jump", "cut", "clog", "vanish", "write", "coordinator", "drain", "no_prefill")
 COUNTERS = (
-    *("migrated", "quarantined", "refused_stale", "write_failed", "duplicate_part", "moved"),
+    *("migrated", "quarantined", "refused_stale", "write_failed", "duplicate_part"),
     *("matched_tokens", "cached_tokens", "local_prefills", "forked", "blocks_shared", "blocks_copied"),
     *("preempted_swap", "preempted_recompute"),
 )
 SEED_WITH_MUCH = 18
 """Cuts, deaths at named points, failed writes, hits in caches, several sequences of a prompt."""
+SEED_THAT_MOVES = 223
+"""A worker's grace ends before its work does, which happens in few seeds."""
 IDS = re.compile(r"[0-9a-f]{32}|0x[0-9a-f]+")
 """Names of sessions are drawn by the coordinator and decide nothing; objects have addresses."""
 
@@ -58,6 +60,11 @@ def test_a_seed_is_the_same_run_every_time() -> None:
     assert traces[0] == traces[1]
     assert traces[0][0][0] > 1000
     assert traces[0][0][4]["matched_tokens"] and traces[0][0][4]["forked"]
+
+
+def test_what_a_worker_has_near_the_end_of_its_grace_moves() -> None:
+    outcome = run_seed(SEED_THAT_MOVES)
+    assert (outcome.violation, outcome.counters["moved"]) == ("", 1)
 
 
 def test_without_faults_every_stream_is_exact() -> None:
