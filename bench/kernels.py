@@ -110,7 +110,7 @@ def linear_rows(kernels: Native, threads: int, counts: list[int], budget_s: floa
     for count in counts:
         at = floors(kernels, threads, budget_s / 4)
         inputs = {k: torch.randn(count, k) for k in (HIDDEN, MLP)}
-        seconds = best_s(lambda inputs=inputs: [layer(inputs[k]) for k, layer in layers], budget_s)  # type: ignore[misc]
+        seconds = best_s(lambda inputs=inputs: [layer(inputs[k]) for k, layer in layers], budget_s)  # type: ignore[misc]  # the default binds the loop's value
         rate = f"{params * 2 / seconds / 1e9:.1f} GB/s {params * 2 * count / seconds / 1e9:.0f} GFLOP/s"
         floor = at.ms(params * 2, params * 2 * count)
         rows.append(Row(f"all linear layers ({kind}), {count} rows", threads, seconds * 1e3, floor, rate))
@@ -181,7 +181,7 @@ def small_rows(threads: int, budget_s: float) -> list[Row]:
     repeat = 1000
     found = []
     for what, call in calls.items():
-        seconds = best_s(lambda call=call: [call() for _ in range(repeat)], budget_s / 10)  # type: ignore[misc]
+        seconds = best_s(lambda call=call: [call() for _ in range(repeat)], budget_s / 10)  # type: ignore[misc]  # as above
         found.append(Row(what, threads, seconds * 1e3 / repeat, 0, f"{seconds / repeat * 1e6:.1f} us a call"))
     return found
 

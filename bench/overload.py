@@ -183,7 +183,7 @@ def hash_answers(prompts: Sequence[list[int]], max_tokens: int) -> list[list[int
 async def alone(admin: AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """Each prompt asked while nothing else runs."""
     options = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-    return [list((await admin.generate(p, **options).collect()).token_ids) for p in prompts]  # type: ignore[arg-type]
+    return [list((await admin.generate(p, **options).collect()).token_ids) for p in prompts]  # type: ignore[arg-type]  # of many types
 
 
 async def measure(cluster: Running, arguments: argparse.Namespace) -> dict[str, Phase]:

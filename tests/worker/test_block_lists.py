@@ -8,14 +8,14 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from support.greetings import DECODE
 
 from decode_svc.service import DecodeService
 from kvrelay.blocks import BlockCounts, BlockKey, BlockList, KVLayout
 from kvrelay.errors import ResourceExhausted, Unavailable
-from kvrelay.requests import Incarnation, Role, WorkerId
 from kvrelay.rpc.block_convert import list_from_protos
 from kvrelay.rpc.server import RpcServer
-from kvrelay.session import Load, ModelIdentity, WorkerDescription
+from kvrelay.session import Load, ModelIdentity
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from prefill_svc.service import PrefillService
 from worker import block_lists
@@ -25,9 +25,6 @@ from worker.mailbox import Mailbox
 from worker.session_hub import SessionHub
 
 MODEL, LAYOUT = ModelIdentity("m", "fp", 258, 100), KVLayout(1, 1, 16, 8, "uint8")
-DESCRIPTION = WorkerDescription(
-    WorkerId("w"), Role.DECODE, Incarnation("ww"), 1, "127.0.0.1:1", MODEL, LAYOUT, 8, "grpc", "hash", 4, 64
-)
 LOAD = Load(BlockCounts(8, 8))
 BLOCKS = BlockList(5, (BlockKey(b"k" * 32),))
 
@@ -85,9 +82,7 @@ async def test_a_list_travels_over_the_wire_of_both_roles(role: str) -> None:
     box: Mailbox[Event] = Mailbox()
     lists = BlockLists(box)
     blocks = BlockList(7, tuple(BlockKey(i.to_bytes(32, "little")) for i in range(5000)))
-    service = (PrefillService if role == "Prefill" else DecodeService)(
-        SessionHub(box, DESCRIPTION, lambda: LOAD), lists
-    )
+    service = (PrefillService if role == "Prefill" else DecodeService)(SessionHub(box, DECODE, lambda: LOAD), lists)
     server = RpcServer()
     server.add(getattr(worker_pb2_grpc, f"add_{role}ServiceServicer_to_server"), service, f"kvrelay.v1.{role}Service")
     port = server.bind("127.0.0.1:0")

@@ -12,16 +12,14 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from support.greetings import HELLO, LAYOUT, WELCOME, D, P
 
-from kvrelay.blocks import KVLayout
 from kvrelay.errors import InvalidArgument
 from kvrelay.link import (
     AbortedNotice,
     LandedNotice,
-    LinkHello,
     LinkWelcome,
     PartManifest,
-    PoolDescriptor,
     Renew,
     ToDecode,
     ToPrefill,
@@ -37,10 +35,6 @@ from worker.link_server import LinkServer
 from worker.mailbox import Mailbox
 from worker.wire import dial_link
 
-P, D = Incarnation("pp"), Incarnation("dd")
-LAYOUT = KVLayout(kv_heads=1, layers=2, block_size=16, head_dim=8, dtype="uint8")
-HELLO = LinkHello(WorkerId("p"), P, D, "fp", LAYOUT, "grpc")
-WELCOME = LinkWelcome(WorkerId("d"), D, LAYOUT, "grpc", PoolDescriptor(4096, LAYOUT.block_bytes, 8))
 MIB = 1024 * 1024
 
 

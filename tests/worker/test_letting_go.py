@@ -6,19 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrelay.blocks import KVLayout
+from support.greetings import HELLO, WELCOME, D
+
 from kvrelay.errors import Unavailable
-from kvrelay.link import LinkHello, LinkWelcome, PoolDescriptor, ToDecode, ToPrefill
+from kvrelay.link import LinkWelcome, ToDecode, ToPrefill
 from kvrelay.requests import Incarnation, WorkerId
 from prefill_svc.peers import Peers
 from worker.events import DropPeer, Event, LinkClosed, LinkOpened, OpenLink
 from worker.link_client import LinkClient
 from worker.mailbox import Mailbox
 
-P, D = Incarnation("p.1"), Incarnation("d.1")
-LAYOUT = KVLayout(kv_heads=1, layers=2, block_size=16, head_dim=8, dtype="uint8")
-HELLO = LinkHello(WorkerId("p"), P, D, "fp", LAYOUT, "nixl")
-WELCOME = LinkWelcome(WorkerId("d"), D, LAYOUT, "nixl", PoolDescriptor(4096, LAYOUT.block_bytes, 8))
 TARGET = OpenLink(D, WorkerId("d"), "host:1")
 
 

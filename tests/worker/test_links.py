@@ -8,16 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from support.greetings import HELLO, LAYOUT, WELCOME, D, P
 
-from kvrelay.blocks import KVLayout
 from kvrelay.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvrelay.link import (
     BlockData,
     LandedNotice,
-    LinkHello,
     LinkWelcome,
     Opened,
-    PoolDescriptor,
     Renew,
     ToDecode,
     ToPrefill,
@@ -28,11 +26,6 @@ from worker.events import Event, FromDecode, FromPrefill, LinkClosed, LinkOpened
 from worker.link_client import MAX_QUEUED, LinkClient
 from worker.link_server import LinkServer, check_hello
 from worker.mailbox import Mailbox
-
-P, D = Incarnation("pp"), Incarnation("dd")
-LAYOUT = KVLayout(kv_heads=1, layers=2, block_size=16, head_dim=8, dtype="uint8")
-HELLO = LinkHello(WorkerId("p"), P, D, "fp", LAYOUT, "grpc")
-WELCOME = LinkWelcome(WorkerId("d"), D, LAYOUT, "grpc", PoolDescriptor(4096, LAYOUT.block_bytes, 8))
 
 
 class Pipe:

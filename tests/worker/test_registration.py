@@ -10,29 +10,14 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from support.greetings import DECODE
 
-from kvrelay.blocks import KVLayout
 from kvrelay.errors import FailedPrecondition, KVRelayError, Unavailable
-from kvrelay.requests import Incarnation, Role, WorkerId
 from kvrelay.rpc.announce import Announcer
-from kvrelay.session import ModelIdentity, WorkerDescription
+from kvrelay.session import WorkerDescription
 from worker import registration
 from worker.registration import IN_USE_TRIES, Registration
 
-ABOUT = WorkerDescription(
-    WorkerId("d0"),
-    Role.DECODE,
-    Incarnation("one"),
-    1,
-    "h:1",
-    ModelIdentity("m", "fp", 258, 100),
-    KVLayout(1, 1, 16, 8, "uint8"),
-    64,
-    "grpc",
-    "hash",
-    8,
-    512,
-)
 LAYOUT_DIFFERS = FailedPrecondition("layout.block_size differs: 16 here, 32 there", field="layout.block_size")
 IN_USE = FailedPrecondition("id is in use", field="worker_id")
 
@@ -54,7 +39,7 @@ class Coordinators:
         self.refused: list[str] = []
         self.refused_after: list[int] = []
         self.died: list[BaseException] = []
-        self.registration = Registration(ABOUT, list(answers), self.on_refused, self.reach, self.died.append)
+        self.registration = Registration(DECODE, list(answers), self.on_refused, self.reach, self.died.append)
 
     def on_refused(self, why: str) -> None:
         self.refused.append(why)
@@ -63,7 +48,7 @@ class Coordinators:
     @asynccontextmanager
     async def reach(self, address: str) -> AsyncIterator[Announcer]:
         async def tell(description: WorkerDescription, leaving: bool) -> str:
-            assert description == ABOUT
+            assert description == DECODE
             self.heard.append((address, leaving))
             error = self.first[address].pop(0) if self.first.get(address) else self.answers[address]
             if error is not None:
@@ -132,7 +117,7 @@ async def test_an_answer_that_is_no_message_is_no_answer_and_kills_nobody() -> N
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     refused = list[str]()
-    worker = Registration(ABOUT, [address], refused.append, on_death=died.append)
+    worker = Registration(DECODE, [address], refused.append, on_death=died.append)
     await until(lambda: len(asked) > 5 or bool(died))
     await worker.leave()
     await server.stop(0)

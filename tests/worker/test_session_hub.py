@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from support.greetings import DECODE
 
 from kvrelay import fault_points
-from kvrelay.blocks import BlockCounts, BlockEventKind, BlockEvents, BlockKey, BlockRun, KVLayout
+from kvrelay.blocks import BlockCounts, BlockEventKind, BlockEvents, BlockKey, BlockRun
 from kvrelay.errors import FailedPrecondition, InvalidArgument
-from kvrelay.requests import Incarnation, RequestId, Role, SessionId, WorkerId
+from kvrelay.requests import RequestId, SessionId
 from kvrelay.session import (
     Abort,
     Command,
@@ -20,30 +21,14 @@ from kvrelay.session import (
     Heartbeat,
     Hello,
     Load,
-    ModelIdentity,
     Report,
     TokenOut,
-    WorkerDescription,
 )
 from worker import session_hub
 from worker.events import CommandReceived, Event, SessionClosed, SessionOpened
 from worker.mailbox import Mailbox
 from worker.session_hub import SessionHub
 
-DESCRIPTION = WorkerDescription(
-    WorkerId("d"),
-    Role.DECODE,
-    Incarnation("dd"),
-    1,
-    "127.0.0.1:1",
-    ModelIdentity("m", "fp", 258, 100),
-    KVLayout(1, 1, 16, 8, "uint8"),
-    8,
-    "grpc",
-    "hash",
-    4,
-    64,
-)
 LOAD = Load(BlockCounts(8, 8))
 S1, S2 = SessionId("s1"), SessionId("s2")
 
@@ -88,7 +73,7 @@ def box() -> Mailbox[Event]:
 
 @pytest.fixture
 def hub(box: Mailbox[Event]) -> SessionHub:
-    return SessionHub(box, DESCRIPTION, lambda: LOAD)
+    return SessionHub(box, DECODE, lambda: LOAD)
 
 
 async def test_a_session_is_welcomed_its_commands_kept_in_order_and_its_end_told(
@@ -98,7 +83,7 @@ async def test_a_session_is_welcomed_its_commands_kept_in_order_and_its_end_told
     drain, abort = Drain(1.0), Abort(RequestId("r"), 1)
     c.say(Hello("c", S1), drain, abort, None)
     await asyncio.wait_for(c.task, 5)
-    assert c.reports[0].welcome == DESCRIPTION
+    assert c.reports[0].welcome == DECODE
     assert c.reports[0].load == LOAD
     assert box.take(0) == [
         SessionOpened(S1, "c"),
@@ -141,7 +126,7 @@ async def test_heartbeats_are_answered_with_their_number_and_the_load(hub: Sessi
 
 async def test_a_worker_that_is_not_well_says_so_with_every_load_whoever_made_it(box: Mailbox[Event]) -> None:
     healthy = [False]
-    hub = SessionHub(box, DESCRIPTION, lambda: LOAD, lambda: healthy[0])
+    hub = SessionHub(box, DECODE, lambda: LOAD, lambda: healthy[0])
     c = Coordinator(hub)
     c.say(Hello("c", S1))
     reports = await c.until_reports(1)
