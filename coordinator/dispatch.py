@@ -157,6 +157,8 @@ class Dispatcher:
         for record in report.records:
             for live in self._lives(record.request_id, record.attempt):
                 keep_computed(live, worker, record)
+        for landed in report.landed:  # before the tokens: on a slow line one report may bring it and the whole answer
+            self._feed_all(landed.request_id, ev.LandedAt(worker, landed.attempt))
         if report.tokens:
             fault_point("coordinator.token")
             now = time.monotonic()
@@ -165,8 +167,6 @@ class Dispatcher:
                 steps.current = step
                 for token in tokens:
                     self._token(worker, token, now)
-        for landed in report.landed:
-            self._feed_all(landed.request_id, ev.LandedAt(worker, landed.attempt))
         for pushed in report.pushed:
             self._pushed(worker, pushed)
         for e in report.ended:

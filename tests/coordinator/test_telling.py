@@ -18,7 +18,8 @@ from coordinator.main import Coordinator
 from kvrelay.config import CoordinatorConfig
 from kvrelay.requests import Role
 from kvrelay.rpc.channel import open_channel
-from kvrelay.telemetry import tracing
+from kvrelay.session import Ended, Landed, Report, Start, TokenOut
+from kvrelay.telemetry import names, tracing
 from kvrelay.telemetry.export import Dropped, Gate, Queue
 from kvrelay.telemetry.tracing import Tracing
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -116,6 +117,29 @@ async def test_of_a_thousand_mixed_requests_each_has_one_whole_tree_and_outcomes
         assert told == figures.outcomes
         assert any(span.name == "migrate" for span in world.spans())
         assert figures.outcomes["Cancelled"] > 0 and figures.outcomes["length"] > 500
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_hand_off_is_told_though_one_report_brings_landed_with_the_whole_answer(n: int) -> None:
+    """As a slow line does it, which holds the report with landed up until decode has nothing left to say."""
+    async with (
+        World() as world,
+        FakeWorker(Role.PREFILL, "p0") as prefill,
+        FakeWorker(Role.DECODE, "d0") as decode,
+    ):
+        await join(world.door, prefill, decode)
+        decode.hold["decode"] = asyncio.Event()
+        asked = asyncio.ensure_future(world.ask(text="hello", max_tokens=3, n=n))
+        await until(lambda: decode.commands(Start))
+        rid = decode.commands(Start)[0].request_id
+        tokens = tuple(TokenOut(rid, 0, s, index, 97) for index in (1, 2) for s in range(n))
+        ended = tuple(Ended(rid, 0, s, "length") for s in range(n))
+        decode.say(Report(landed=(Landed(rid, 0),), tokens=tokens, ended=ended))
+        await asked
+        await until(lambda: world.coordinator.figures.open == 0)
+        check_whole(world.spans())
+        [push] = [span for span in world.spans() if span.name == names.SPAN_PUSH]
+        assert (push.attributes or {})[names.EXPOSED_S] == 0.001  # as the fake says it
 
 
 async def test_what_is_not_sampled_is_kept_when_it_was_slow_and_only_then() -> None:

@@ -286,9 +286,9 @@ def _service(worker: FakeWorker) -> object:
                     await context.write(response(report=proto))
         finally:
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-            if reports in worker.sessions:
+            if reports in worker.sessions:  # before anything is waited for: gRPC may cancel a handler twice
                 worker.sessions.remove(reports)
+            await asyncio.gather(reader, return_exceptions=True)
 
     base = worker_pb2_grpc.PrefillServiceServicer if prefill else worker_pb2_grpc.DecodeServiceServicer
     return type("FakeService", (base,), {"Session": session, "Describe": None})()
