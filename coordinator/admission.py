@@ -8,6 +8,7 @@ fails no request, new or open. A role that never had a worker is not.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ class Room:
 
 
 class Admission:
-    def __init__(self, config: CoordinatorConfig) -> None:
+    def __init__(self, config: CoordinatorConfig, counters: Counter[str]) -> None:
+        """counters: every request that found no room is counted in "refused"."""
+        self._counters = counters
         self._open_limit = config.open_limit
         self._queue_limit = config.queue_limit
         self._kept = 0
@@ -92,7 +95,10 @@ class Admission:
             raise full
 
     def full(self, num_open: int, num_queued: int, count: int = 1) -> ResourceExhausted | None:
-        """What keeps out so many requests, whatever they want: too many streams, a full queue. None: there is room."""
+        """What keeps so many requests out, whatever they want: too many streams, a full queue. They count as refused.
+
+        None: there is room.
+        """
         more = self._kept + count
         if num_open + more > self._open_limit:
             name, most, state = "open_limit", self._open_limit, "are open"
@@ -100,6 +106,7 @@ class Admission:
             name, most, state = "queue_limit", self._queue_limit, "wait already"
         else:
             return None
+        self._counters["refused"] += count
         message = f"{most} requests {state}; that is the limit"
         if count > 1:
             message = f"too many requests {state} for {count} more at once; {most} is the limit"

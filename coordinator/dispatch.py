@@ -57,9 +57,9 @@ class Dispatcher:
         self._families = Families(self._live)
         self._queue = WaitingLine(Rules(config.router, config.local_prefill_below))
         self._serial = 0
-        self._admission = Admission(config)
-        self._placing = Placing(roster, self._queue, self._admission, self._feed)
         self.counters: Counter[str] = Counter()
+        self._admission = Admission(config, self.counters)
+        self._placing = Placing(roster, self._queue, self._admission, self._feed)
         self._actions = Actions(roster, self._queue, self._live, self.counters, self, self.steps)
         roster.owner = self
 
@@ -95,10 +95,7 @@ class Dispatcher:
 
     def refusal(self) -> ResourceExhausted | None:
         """The door of Generate: under overload nearly every call ends here, so nothing else is done for it."""
-        full = self._admission.full(len(self._open), len(self._queue))
-        if full is not None:
-            self.counters["refused"] += 1
-        return full
+        return self._admission.full(len(self._open), len(self._queue))
 
     def submit(
         self,
@@ -147,7 +144,8 @@ class Dispatcher:
     # RosterOwner
 
     def on_report(self, worker: WorkerId, report: Report) -> None:
-        self.steps.heard(worker, report)
+        if not self.steps.heard(worker, report):
+            self.counters["steps_untold"] += 1
         for reserved in report.reserved:
             self._answered(worker, reserved)
             self.feed_id(reserved.request_id, ev.ReservedBy(worker, reserved.attempt, reserved.ticket))
@@ -156,7 +154,7 @@ class Dispatcher:
             self._feed_all(r.request_id, event)
         for record in report.records:
             for live in self._lives(record.request_id, record.attempt):
-                keep_computed(live, worker, record)
+                keep_computed(live, worker, record, self.counters)
         for landed in report.landed:  # before the tokens: on a slow line one report may bring it and the whole answer
             self._feed_all(landed.request_id, ev.LandedAt(worker, landed.attempt))
         if report.tokens:

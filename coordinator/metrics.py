@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from coordinator.dispatch import Dispatcher
+from coordinator.events import Cause
 from coordinator.figures import RequestFigures
 from coordinator.roster import Roster
 from kvrelay.gaps import CAUSES
@@ -16,6 +17,9 @@ from kvrelay.telemetry import names
 from kvrelay.telemetry.metrics import Labels, counter, gauge, histogram
 from kvrelay.telemetry.tracing import Tracing
 from kvrelay.telemetry.worker_metrics import load_metrics
+
+USUAL_OUTCOMES = ("stop", "length", "Cancelled", "DeadlineExceeded", "ResourceExhausted", "Unavailable", "Internal")
+"""There from the start with 0, so that a rate over the first of them is not lost; others come with their first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,26 @@ class CoordinatorMetrics:
     def _requests(self) -> Iterator[Metric]:
         figures, counts = self.figures, self.dispatcher.counters
         yield counter(names.PROM_STARTED, "Requests taken in.", [({}, figures.started)])
-        outcomes = [({"outcome": name}, float(n)) for name, n in sorted(figures.outcomes.copy().items())]
+        ended = {**dict.fromkeys(USUAL_OUTCOMES, 0), **figures.outcomes.copy()}
+        outcomes = [({"outcome": name}, float(n)) for name, n in sorted(ended.items())]
         yield counter(names.PROM_OUTCOMES, "Requests by how they ended; with the open ones all started.", outcomes)
-        yield counter(names.PROM_REFUSED, "Requests refused at the door.", [({}, counts["refused"])])
+        yield counter(
+            names.PROM_REFUSED, "Requests refused for want of room; none of them started.", [({}, counts["refused"])]
+        )
         yield gauge(names.PROM_OPEN, "Requests that have not ended.", [({}, figures.open)])
         yield gauge(names.PROM_QUEUED, "Requests that wait for a placement.", [({}, self.dispatcher.num_queued)])
         yield counter(names.PROM_CACHE_QUERIED, "Prompt tokens looked for in caches.", [({}, figures.cache_queried)])
         yield counter(names.PROM_CACHE_MATCHED, "Prompt tokens found in caches.", [({}, figures.cache_matched)])
         yield counter(names.PROM_TOKENS, "Tokens of ended requests.", [({}, counts["tokens"])])
-        moved = [({"cause": n.partition(".")[2]}, float(v)) for n, v in counts.copy().items() if "migrated." in n]
-        yield counter(names.PROM_MIGRATIONS, "Sequences moved to another placement, by cause.", moved)
+        for name, about, kept in (
+            (names.PROM_MIGRATIONS, "Sequences moved to another placement, by cause.", "migrated"),
+            (
+                names.PROM_RECOMPUTED,
+                "Tokens that sequences which moved had to compute anew, by cause.",
+                "recomputed_tokens",
+            ),
+        ):
+            yield counter(name, about, [({"cause": c.value}, float(counts[f"{kept}.{c.value}"])) for c in Cause])
 
     def _pushes(self) -> Iterator[Metric]:
         figures = self.figures
@@ -54,8 +68,10 @@ class CoordinatorMetrics:
             (names.PROM_PUSH_BYTES, "Bytes of KV blocks that were handed over.", figures.pushed_bytes),
             (names.PROM_PUSH_SECONDS, "Seconds of their writes, one by one.", figures.push_seconds),
         )
+        present = dict.fromkeys((worker.transport for worker, _, _ in self.roster.listing()), 0)
         for name, about, values in sums:
-            yield counter(name, about, [({"transport": key}, float(value)) for key, value in dict(values).items()])
+            all_of_it = {**present, **dict(values)}
+            yield counter(name, about, [({"transport": key}, float(value)) for key, value in all_of_it.items()])
         about = "From the first token to the last block landed."
         yield histogram(names.PROM_PUSH_EXPOSED, about, [({}, figures.exposed)])
 

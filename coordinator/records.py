@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from coordinator.live import Live
 from coordinator.stream import FinishItem
 from kvrelay.requests import FinishReason, WorkerId
@@ -15,10 +17,11 @@ def keep_pushed(live: Live, worker: WorkerId, pushed: Pushed) -> None:
         live.attempt.pushed = pushed
 
 
-def keep_computed(live: Live, worker: WorkerId, record: ComputeRecord) -> None:
+def keep_computed(live: Live, worker: WorkerId, record: ComputeRecord, counters: Counter[str]) -> None:
     """Keeps what the prompt took, if this worker computed it for the current attempt: prefill, or decode without it.
 
     Records are read before tokens, so what counts as cached is known when index 0 is, and no later attempt changes it.
+    What a sequence that moved has to compute anew, its prompt and its tokens so far less what was cached, is counted.
     """
     placement = live.state.placement
     if placement is None or record.attempt != live.state.attempt or worker != (placement.prefill or placement.decode):
@@ -26,6 +29,11 @@ def keep_computed(live: Live, worker: WorkerId, record: ComputeRecord) -> None:
     live.attempt.prefill_record = record
     if live.attempt.first_index == 0:
         live.cached_tokens = min(record.num_cached_tokens, len(live.facts.prompt_ids))
+    loss = live.lost[-1].loss if live.lost else None
+    if loss is not None:
+        again = max(0, len(live.facts.prompt_ids) + live.attempt.first_index - record.num_cached_tokens)
+        counters["recomputed_tokens"] += again
+        counters[f"recomputed_tokens.{loss.cause.value}"] += again
 
 
 def finish_item(live: Live, reason: FinishReason) -> FinishItem:

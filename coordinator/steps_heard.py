@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import structlog
+
 from kvrelay.gaps import StepLog, StepRecord
 from kvrelay.requests import Role, WorkerId
 from kvrelay.session import Report, TokenOut, WorkerDescription
 from kvrelay.telemetry.buckets import Buckets
 from kvrelay.telemetry.names import STEP_BUCKETS
+
+log = structlog.get_logger("coordinator.steps")
 
 UNTOLD_LIMIT = 16_384
 """Steps that wait for export; older ones are dropped when nobody takes them."""
@@ -25,7 +29,7 @@ class WorkerSteps:
         self.untold: deque[StepRecord] = deque(maxlen=UNTOLD_LIMIT)
         """For export, if steps are kept for it."""
         self.durations = Buckets(STEP_BUCKETS)
-        self.is_gone = False
+        self.is_gone = self.has_failed = False
         self._keep = keep
 
     def add(self, steps: Sequence[StepRecord]) -> None:
@@ -65,22 +69,30 @@ class StepsHeard:
             gone.is_gone = True
             self._gone.append(gone)
 
-    def heard(self, worker: WorkerId, report: Report) -> None:
-        """The steps of a report; its tokens come next."""
+    def heard(self, worker: WorkerId, report: Report) -> bool:
+        """The steps of a report; its tokens come next. False: they could not be added up; never raises for that."""
         if report.welcome is not None:
             self.lost(worker)
             self._workers[worker] = WorkerSteps(report.welcome, self._keep)
             self._left[worker] = deque()
         known = self._workers.get(worker)
         if known is None or not report.steps:
-            return
-        known.add(report.steps)
+            return True
+        sound = True
+        try:
+            known.add(report.steps)
+        except Exception:  # what is only told must not end a session
+            if not known.has_failed:
+                log.exception("steps could not be added up", worker=worker)
+            known.has_failed = True
+            sound = False
         if known.description.role is Role.PREFILL:
-            return  # its clock is not that of the steps that follow; what it took is told by its own spans
+            return sound  # its clock is not that of the steps that follow; what it took is told by its own spans
         left = self._left[worker]
         for step, count in zip(report.steps, report.step_tokens, strict=True):
             if count:
                 left.append((step, count))
+        return sound
 
     def runs(
         self, worker: WorkerId, tokens: Sequence[TokenOut]

@@ -40,6 +40,8 @@ from worker.throughput import Throughput
 
 PAUSE_S = 2.0
 """Turns come twice a second at least. After a longer gap, a step or a pause of the process, waiting counts anew."""
+TOLD_FROM_THE_START = ("matched_tokens", "preempted", "quarantined")
+"""Counters that are there with 0; others come with their first."""
 
 
 class Desk(Generic[A]):
@@ -56,7 +58,7 @@ class Desk(Generic[A]):
     ) -> None:
         self.attempts: Attempts[A] = Attempts()
         self.actions: list[Action] = []
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(TOLD_FROM_THE_START, 0))
         self.throughput = Throughput()
         self.step_id = 0
         self._drop = drop
@@ -200,7 +202,8 @@ class Desk(Generic[A]):
         What the cache did goes with it; alone it makes a report only once it has waited for one.
         """
         self._news.look(now)
-        self.steps.record(load, self.counters["preempted"], now)
+        if not self.steps.record(load, self.counters["preempted"], now):
+            self.counters["steps_untold"] += 1
         for session in dict.fromkeys((*self._outbox.speaking(), *self._news.due(now))):
             for events in self._news.take(session):
                 self._outbox.add(session, events)

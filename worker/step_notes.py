@@ -6,10 +6,14 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
+import structlog
+
 from engine.plan import Phases, Plan
 from kvrelay.requests import SessionId
 from kvrelay.session import Load
 from kvrelay.steps import KEPT_STEPS, StepRecord
+
+log = structlog.get_logger("worker.steps")
 
 
 class StepTimes(NamedTuple):
@@ -30,6 +34,7 @@ class StepNotes:
         self._told: dict[SessionId, int] = {}
         self._noted: tuple[Plan, StepTimes] | None = None
         self._preempted = 0
+        self._has_failed = False
 
     def open(self, session: SessionId) -> None:
         """It hears of steps from now on."""
@@ -41,14 +46,22 @@ class StepNotes:
     def note(self, plan: Plan, times: StepTimes) -> None:
         self._noted = plan, times
 
-    def record(self, load: Load, preempted: int, now: float) -> None:
-        """preempted: how often anything was, since the start."""
+    def record(self, load: Load, preempted: int, now: float) -> bool:
+        """preempted: how often anything was, since the start. Never raises; False: this step cannot be told."""
         if self._noted is None:
-            return
+            return True
         (plan, times), self._noted = self._noted, None
-        self.ring.append(_record(plan, times, load, preempted - self._preempted, now))
+        try:
+            made = _record(plan, times, load, preempted - self._preempted, now)
+        except Exception:  # what is only told must not end the engine
+            if not self._has_failed:
+                log.exception("a step could not be recorded", step=plan.step_id)
+            self._has_failed = True
+            return False
+        self.ring.append(made)
         self._preempted = preempted
         self.num_recorded += 1
+        return True
 
     def take(self, session: SessionId) -> tuple[StepRecord, ...]:
         """Those that the session has not heard of, oldest first; what fell out of the ring is lost."""

@@ -15,11 +15,12 @@ NOT_IN_NARROW = ("role", "incarnation", "pid")
 
 
 def topology_table(topology: Topology, width: int) -> Table:
-    """One row a worker; those that drain or fell silent stand out. width: of the terminal, in characters."""
+    """One row a worker; those that drain, are unwell or silent stand out. width: of the terminal, in characters."""
     narrow = width < NARROW
     requests = f"{topology['open_requests']} requests, {topology['queued_requests']} of them queued"
     if moved := topology["counters"].get("migrated", 0):
-        requests += f"; {moved} moved to other workers so far"
+        again = topology["counters"].get("recomputed_tokens", 0)
+        requests += f"; {moved} moved to other workers so far, {again} tokens computed anew for it"
     table = Table(
         title=f"coordinator {topology['coordinator_id']}: {requests}",
         title_justify="left",
@@ -34,7 +35,7 @@ def topology_table(topology: Topology, width: int) -> Table:
     for name in shown:
         table.add_column(name, justify="right" if name in RIGHT else "left", overflow="fold")
     for worker in topology["workers"]:
-        style = "yellow" if worker["draining"] or worker["silent_s"] > 1.5 else None
+        style = "red" if worker["unwell"] else "yellow" if worker["draining"] or worker["silent_s"] > 1.5 else None
         cells = dict(zip((*LEFT, *RIGHT, COUNTERS), _cells(worker), strict=True))
         table.add_row(*(cells[name] for name in shown), style=style)
     return table
@@ -69,4 +70,4 @@ def _cells(worker: WorkerStatus) -> tuple[str, ...]:
 def counted(worker: WorkerStatus) -> str:
     """What happened since the worker's start, of what a quiet cluster has none of: "forced 1, lease_expired 2"."""
     found = [f"{name} {times}" for name, times in sorted(worker["counters"].items()) if times]
-    return ", ".join(["drains"] * worker["draining"] + found)
+    return ", ".join(["unwell"] * worker["unwell"] + ["drains"] * worker["draining"] + found)

@@ -111,6 +111,7 @@ def _worker_status(worker: admin_pb2.WorkerStatus) -> WorkerStatus:
         "transfers_in_flight": load.transfers_in_flight,
         "tokens_per_s": load.tokens_per_s,
         "draining": load.draining,
+        "unwell": load.unwell,
         "silent_s": worker.silent_s,
         "counters": dict(load.counters),
     }

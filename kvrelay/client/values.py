@@ -162,7 +162,10 @@ class Blocks(TypedDict):
 
 
 class WorkerStatus(TypedDict):
-    """One worker as the coordinator sees it. silent_s: since it was last heard; counters: see docs/hand-off.md."""
+    """One worker as the coordinator sees it. silent_s: since it was last heard; counters: see docs/hand-off.md.
+
+    unwell: its engine does not come round, or moves nothing although there is work; it gets nothing new.
+    """
 
     id: str
     role: str
@@ -178,6 +181,7 @@ class WorkerStatus(TypedDict):
     transfers_in_flight: int
     tokens_per_s: float
     draining: bool
+    unwell: bool
     silent_s: float
     counters: dict[str, int]
 

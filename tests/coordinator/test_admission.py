@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -16,7 +17,7 @@ ENDS_AT = 10.0 + NO_WORKER_GRACE_S
 
 
 def admission(*looks: tuple[frozenset[Role], float]) -> Admission:
-    made = Admission(CoordinatorConfig(queue_limit=2, open_limit=3))
+    made = Admission(CoordinatorConfig(queue_limit=2, open_limit=3), Counter())
     for present, now in looks:
         made.look(present.__contains__, now)
     return made
@@ -65,7 +66,7 @@ def test_a_worker_that_came_back_begins_the_wait_anew() -> None:
 
 
 def test_a_look_says_whether_a_role_has_just_lost_its_last_worker() -> None:
-    made = Admission(CoordinatorConfig())
+    made = Admission(CoordinatorConfig(), Counter())
     looks = [made.look(present.__contains__, 10.0) for present in (NONE, BOTH, NONE, NONE, BOTH)]
     assert looks == [False, False, True, False, False]
 
@@ -80,7 +81,7 @@ def test_what_is_full_refuses_with_a_hint(num_open: int, num_queued: int) -> Non
 
 
 def test_room_is_kept_until_it_is_used_or_given_up() -> None:
-    made = Admission(CoordinatorConfig(queue_limit=6, open_limit=9))
+    made = Admission(CoordinatorConfig(queue_limit=6, open_limit=9), Counter())
     assert made.most_at_once == 6
     with made.room(4, 0, 1) as room:
         assert made.full(0, 1) is None

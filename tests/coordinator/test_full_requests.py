@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.door import MODEL, Door, join
+from support.door import MODEL, Door, join, until
 from support.fake_workers import FakeWorker
 
 from coordinator import validate
@@ -241,6 +241,7 @@ def test_an_extent_is_counted_no_further_than_it_matters() -> None:
 async def test_a_request_without_new_fields_is_what_it_was(door: Door, pair: Pair) -> None:
     request = inference_pb2.GenerateRequest(text="x", max_tokens=1)
     assert await door.stub.Generate(request).read() is not None
+    await until(lambda: pair[0].commands(Prefill))
     sampling = work_of(pair).sampling
     assert not (sampling.looks_back or sampling.logit_bias or sampling.grammar or sampling.min_p)
     assert sampling.logprobs is None

@@ -11,6 +11,7 @@ from kvrelay.gaps import StepRecord
 from kvrelay.models.builtin import builtin_identity
 from kvrelay.requests import Incarnation, RequestId, Role, WorkerId
 from kvrelay.session import Report, TokenOut, WorkerDescription
+from kvrelay.steps import CostModel
 
 D, P = WorkerId("d0"), WorkerId("p0")
 
@@ -45,6 +46,21 @@ def description(role: Role, name: WorkerId) -> WorkerDescription:
 async def test_tokens_of_a_merged_report_are_those_of_its_steps_in_order() -> None:
     report = Report(steps=(step(1), step(2), step(3)), step_tokens=(2, 0, 1), tokens=tokens("a", "b", "c"))
     assert made_by(with_workers(), D, report) == [("a", 1), ("b", 1), ("c", 3)]
+
+
+async def test_steps_that_cannot_be_added_up_are_counted_and_their_tokens_keep_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: CostModel, made: StepRecord) -> None:
+        raise ValueError("negative increment")
+
+    heard = with_workers()
+    report = Report(steps=(step(1), step(2)), step_tokens=(1, 1), tokens=tokens("a", "b"))
+    with monkeypatch.context() as patched:
+        patched.setattr(CostModel, "add", broken)
+        assert made_by(heard, D, report) == [("a", 1), ("b", 2)]
+        assert heard.heard(P, Report(steps=(step(3),), step_tokens=(0,))) is False
+    assert heard.heard(D, Report(steps=(step(3),), step_tokens=(0,))) is True
 
 
 async def test_a_report_in_two_frames_goes_on_where_the_first_ended() -> None:

@@ -212,7 +212,7 @@ def test_a_burst_behind_a_full_line_asks_the_router_twice_for_each_that_comes(mo
 
     monkeypatch.setattr(passing, "route", routed)
     monkeypatch.setattr(Live, "want", wanted)
-    placing = Placing(workers, WaitingLine(Rules()), Admission(CoordinatorConfig()), pytest.fail)  # type: ignore[arg-type]
+    placing = Placing(workers, WaitingLine(Rules()), Admission(CoordinatorConfig(), Counter()), pytest.fail)  # type: ignore[arg-type]
     for order in range(300):
         placing.add(live(order, prompt=300 - order))
     assert workers.snapshots == LOOK_AHEAD, "those further behind are not looked at"

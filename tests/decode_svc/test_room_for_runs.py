@@ -21,5 +21,5 @@ def test_a_reserve_that_would_take_a_running_sequences_next_block_waits() -> Non
         assert not pair.d_pool.counts().reserved or running.ended
     pair.run()
     assert [tuple(r.tokens) for r in (running, waiting)] == [hash_reference(r.work) for r in (running, waiting)]
-    assert "preempted" not in dict(pair.decode.load(pair.now).counters)
+    assert pair.counters(pair.decode)["preempted"] == 0
     pair.close()

@@ -17,12 +17,18 @@ from support.cluster import Cluster, running_cluster, until
 
 from kvrelay.cli.members import claim_port
 from kvrelay.client import Client
+from kvrelay.telemetry import names
 
 pytestmark = pytest.mark.e2e
 HASH = ("--executor", "hash", "--transport", "grpc", "--step-seconds", "0.01")
 ALONE = ("--prefill", "0", "--local-prefill-below", "100000")
 """Decode computes prompts itself, in its own batch."""
 TOKEN_S = 0.0001
+OF_A_COORDINATOR = [value for name, value in vars(names).items() if name.startswith("PROM_")]
+OF_A_WORKER = [
+    *(names.PROM_BLOCKS, names.PROM_BATCH, names.PROM_WAITING, names.PROM_QUEUED_TOKENS),
+    *(names.PROM_TRANSFERS, names.PROM_TOKEN_RATE, names.PROM_COUNTS),
+]
 LONG = 2000
 """Tokens of a prompt that takes 0.2 s, in one chunk."""
 
@@ -123,11 +129,15 @@ def test_metrics_of_every_process_add_up(tmp_path: Path) -> None:
             stream.join()
 
         def told() -> bool:
-            return metrics_of(port)["kvrelay_requests_open"] == 0
+            now = metrics_of(port)
+            return now["kvrelay_requests_open"] == 0 and any("clock_error" in name for name in now)  # after a heartbeat
 
         until(told, 5.0, "all requests ended")
         told_by_all = metrics_of(port)
-        worker = metrics_of(port + 2)
+        workers = [metrics_of(port + number) for number in (1, 2)]
+    assert [name for name in OF_A_COORDINATOR if not any(s.startswith(name) for s in told_by_all)] == []
+    for told_by_one in workers:
+        assert [name for name in OF_A_WORKER if not any(s.startswith(name) for s in told_by_one)] == []
     assert told_by_all["kvrelay_requests_started_total"] == 3
     assert told_by_all['kvrelay_requests_total{outcome="length"}'] == 3
     assert told_by_all["kvrelay_gap_seconds_count"] == 3 * 29
@@ -135,4 +145,4 @@ def test_metrics_of_every_process_add_up(tmp_path: Path) -> None:
     assert len(causes) == 12
     assert sum(causes) == pytest.approx(told_by_all["kvrelay_gap_seconds_sum"], abs=1e-6)
     assert told_by_all['kvrelay_gap_cause_seconds_total{cause="unexplained"}'] < 0.02 * sum(causes)
-    assert worker['kvrelay_worker_blocks{role="decode",state="held",worker="decode-0"}'] >= 0
+    assert workers[1]['kvrelay_worker_blocks{role="decode",state="held",worker="decode-0"}'] >= 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.pair import Pair
+from support.pair_requests import hash_reference, make_work
 
-from engine.plan import Phases, Plan, SequenceSlice
+from engine.plan import Phases, Plan, Result, SequenceSlice
 from kvrelay.blocks import BlockCounts, BlockTable
 from kvrelay.requests import RequestId, Sampling, SequenceKey, SessionId
 from kvrelay.session import Load, Report, TokenOut
+from worker import step_notes
 from worker.outbox import Outbox
 from worker.step_notes import StepNotes, StepTimes
 
@@ -65,6 +68,39 @@ def test_each_session_hears_of_each_step_once_from_its_opening_on() -> None:
     assert [r.step_id for r in notes.take(A)] == [4]
     notes.close(B)
     assert notes.take(B) == ()
+
+
+def test_a_step_that_cannot_be_recorded_is_not_told_and_the_next_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("negative increment")
+
+    notes = StepNotes()
+    notes.open(A)
+    with monkeypatch.context() as patched:
+        patched.setattr(step_notes, "_record", broken)
+        notes.note(Plan(1, ()), StepTimes(1.0, 1.1, 1.5))
+        assert notes.record(LOAD, 2, 1.6) is False
+    step(notes, 2, preempted=3)
+    assert [(r.step_id, r.preemptions) for r in notes.take(A)] == [(2, 3)]
+
+
+def test_tokens_are_exact_though_no_step_can_be_recorded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("negative increment")
+
+    apply = pair.decode.apply
+
+    def applied(plan: Plan, result: Result, now: float) -> None:
+        """As the engine's shell does it."""
+        apply(plan, result, now)
+        pair.decode.stepped(plan, StepTimes(now, now, now))
+
+    monkeypatch.setattr(step_notes, "_record", broken)
+    monkeypatch.setattr(pair.decode, "apply", applied)
+    request = pair.submit(make_work("a", 40, 12))
+    pair.run()
+    assert tuple(request.tokens) == hash_reference(request.work)
+    assert pair.counters(pair.decode)["steps_untold"] == 11  # token 0 is prefill's
 
 
 def test_what_fell_out_of_the_ring_is_not_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 
 import pytest
 from rich.console import Console
@@ -29,18 +30,22 @@ def worker(name: str, counters: dict[str, int]) -> WorkerStatus:
         "transfers_in_flight": 2,
         "tokens_per_s": 1234.5,
         "draining": False,
+        "unwell": name == "sick",
         "silent_s": 0.0,
         "counters": counters,
     }
 
 
-def lines(width: int) -> list[str]:
+BOTH = (worker("decode-0", {"blocks_copied": 2, "matched_tokens": 368}), worker("decode-1", {}))
+
+
+def lines(width: int, workers: Sequence[WorkerStatus] = BOTH, counters: Mapping[str, int] | None = None) -> list[str]:
     topology: Topology = {
         "coordinator_id": "c",
         "queued_requests": 0,
         "open_requests": 4,
-        "workers": [worker("decode-0", {"blocks_copied": 2, "matched_tokens": 368}), worker("decode-1", {})],
-        "counters": {},
+        "workers": list(workers),
+        "counters": dict(counters or {}),
     }
     console = Console(file=io.StringIO(), width=width)
     console.print(topology_table(topology, console.width))
@@ -62,3 +67,9 @@ def test_in_a_narrow_terminal_no_word_is_cut_and_what_was_counted_stands_below(w
     assert first == "decode-0 3 1 2 1234 12300/12345 20 25 0 0"
     assert second == "decode-1 3 1 2 1234 12300/12345 20 25 0 0"
     assert below == "decode-0: blocks_copied 2, matched_tokens 368"
+
+
+def test_what_moving_cost_stands_in_the_title_and_a_worker_that_is_unwell_says_so():
+    title, _, row = lines(160, [worker("sick", {})], {"migrated": 3, "recomputed_tokens": 170})
+    assert title.endswith("3 moved to other workers so far, 170 tokens computed anew for it")
+    assert row.endswith(" 0 0 unwell")
