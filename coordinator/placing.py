@@ -9,13 +9,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import structlog
+
 from coordinator import events as ev
 from coordinator.admission import NO_WORKER_GRACE_S, RETRY_AFTER_S, Admission
 from coordinator.live import Live
 from coordinator.roster import Roster
 from coordinator.router import Routed
 from coordinator.waiting import WaitingLine
-from kvrelay.errors import Unavailable
+from kvrelay.errors import Internal, Unavailable
+
+log = structlog.get_logger("coordinator.placing")
 
 
 class Placing:
@@ -62,7 +66,12 @@ class Placing:
         if self._scheduled or self._queue.is_far_behind(live):
             return
         now = time.monotonic()
-        found = self._queue.take_newcomer(live, self._roster.snapshot(), now)
+        try:
+            found = self._queue.take_newcomer(live, self._roster.snapshot(), now)
+        except Exception:
+            self._end_who_raised(now)
+            self.on_change()
+            return
         if found is not None:
             self._place(*found, now)
             if found[0] is not live:
@@ -74,16 +83,35 @@ class Placing:
         self.look(time.monotonic())
         while self._queue:
             now = time.monotonic()
-            found = self._queue.take(self._roster.snapshot(), now)
+            try:
+                found = self._queue.take(self._roster.snapshot(), now)
+            except Exception:
+                self._end_who_raised(now)
+                continue
             if found is None:
                 return
             self._place(*found, now)
 
+    def _end_who_raised(self, now: float) -> None:
+        """A bug of ours in the look at the line: it ends one request and holds up none of the others."""
+        live = self._queue.stumbled_over(self._roster.snapshot(), now)
+        if live is not None:
+            self._end(live)
+
+    def _end(self, live: Live) -> None:
+        log.exception("a request could not be placed", request=live.id)
+        self._feed(live, ev.StreamFailed(Internal("internal error; see the server's log")))
+        self._queue.remove(live)  # whatever became of that: the line goes on
+
     def _place(self, live: Live, routed: Routed, now: float) -> None:
         placement = routed.placement
         live.attempt.placement, live.attempt.routed_at = placement, now
-        for worker in (placement.prefill, placement.decode):
-            if worker is not None:
-                self._roster.assign(worker, live.id, routed.share(worker))
+        try:
+            for worker in (placement.prefill, placement.decode):
+                if worker is not None:
+                    self._roster.assign(worker, live.id, routed.share(worker))
+        except Exception:
+            self._end(live)  # it is in the line no more, so nobody would come back to it
+            return
         live.attempt.placed_at = time.monotonic()
         self._feed(live, ev.Place(placement, live.journal.token_ids))

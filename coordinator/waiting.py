@@ -84,6 +84,16 @@ class WaitingLine:
             ready = [ready[0], *(entry for entry in ready if entry.live is newcomer)]
         return self._take(ready, snapshot, now)
 
+    def stumbled_over(self, snapshot: Snapshot, now: float) -> Live | None:
+        """Of those that were looked at when that raised: whoever raises alone as well, or else the first."""
+        looked_at = list(islice(self._in_order(), LOOK_AHEAD))
+        for entry in looked_at:
+            try:
+                next_to_place([entry.want], snapshot, now, self._rules)
+            except Exception:
+                return entry.live
+        return looked_at[0].live if looked_at else None
+
     def is_far_behind(self, live: Live) -> bool:
         """Whether it waits behind so many that nobody looks at it."""
         return len(self) > LOOK_AHEAD and all(e.live is not live for e in islice(self._in_order(), LOOK_AHEAD))

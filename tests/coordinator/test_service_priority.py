@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import pytest
 from support.door import Answer, Door, held, join, until
-from support.fake_workers import FakeWorker
+from support.fake_workers import FakeWorker, OneRow
 
 from kvrelay.errors import ResourceExhausted
 from kvrelay.requests import Priority, Role
-from kvrelay.session import Reserve, WorkerDescription
+from kvrelay.session import Reserve
 from kvrelay.v1 import common_pb2
 
 BATCH, NORMAL, INTERACTIVE = common_pb2.PRIORITY_BATCH, common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_INTERACTIVE
-
-
-class OneRow(FakeWorker):
-    """Takes one sequence, and as it is full then, one more ahead."""
-
-    def describe(self, **changes: Any) -> WorkerDescription:
-        return super().describe(**{"max_sequences": 1, **changes})
 
 
 async def ask(door: Door, length: int, priority: int | None = None) -> asyncio.Task[Answer]:

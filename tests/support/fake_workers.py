@@ -235,6 +235,13 @@ class FakeWorker:
         return script[index] if index < len(script) else BUILTIN_EOS
 
 
+class OneRow(FakeWorker):
+    """Takes one sequence, and as it is full then, one more ahead."""
+
+    def describe(self, **changes: Any) -> WorkerDescription:
+        return super().describe(**{"max_sequences": 1, **changes})
+
+
 def logprobs_of(sampling: Sampling, index: int, token_id: int) -> Logprobs | None:
     """No two tokens of a request have the same ones."""
     if sampling.logprobs is None:
