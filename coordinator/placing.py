@@ -106,12 +106,14 @@ class Placing:
     def _place(self, live: Live, routed: Routed, now: float) -> None:
         placement = routed.placement
         live.attempt.placement, live.attempt.routed_at = placement, now
+        workers = [worker for worker in (placement.prefill, placement.decode) if worker is not None]
         try:
-            for worker in (placement.prefill, placement.decode):
-                if worker is not None:
-                    self._roster.assign(worker, live.id, routed.share(worker))
+            for worker in workers:
+                self._roster.assign(worker, live.id, routed.share(worker))
         except Exception:
             self._end(live)  # it is in the line no more, so nobody would come back to it
+            for worker in workers:
+                self._roster.release(worker, live.id)
             return
         live.attempt.placed_at = time.monotonic()
         self._feed(live, ev.Place(placement, live.journal.token_ids))

@@ -149,7 +149,8 @@ def check_variables(env: Mapping[str, str]) -> dict[str, str]:
 def parse_address(text: str) -> tuple[str, int]:
     """HOST:PORT -> (host, port); ValueError says what is wrong. An IPv6 host stands in brackets and keeps them."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not colon or not host or "/" in host or len(host.split()) != 1 or not is_port:
         raise ValueError(f"must be HOST:PORT with a port of 0 to 65535, not {text!r}")
     return host, int(port)
 
@@ -219,6 +220,9 @@ def _checked(key: str, value: object, name: str) -> object:
         raise InvalidArgument(f"{name} must be at most {most}, not {value!r}", field=name)
     if key == "listen" or (key in ("advertise", "metrics", "http") and value):
         _require_address(str(value), name)
+    if key == "otlp_endpoint" and value:
+        host_and_port = str(value).removeprefix("http://").removeprefix("https://").rstrip("/")
+        _require_address(host_and_port, name)
     if key == "coordinators" and isinstance(value, tuple):
         for address in value:
             _require_address(address, name)

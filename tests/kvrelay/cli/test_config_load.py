@@ -95,12 +95,25 @@ def test_a_mistake_in_a_flag_names_the_flag():
         load_coordinator({"executor": "script"})
 
 
+@pytest.mark.parametrize("endpoint", ["nonsense", "http://collector", "ftp://collector:4317", "http://:4317", "c:x"])
+def test_a_collector_that_is_no_address_is_refused(endpoint):
+    with pytest.raises(InvalidArgument, match="--otlp-endpoint must be HOST:PORT"):
+        load_coordinator({"otlp_endpoint": endpoint})
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector:4317/", "https://[::1]:4317"])
+def test_a_collector_may_be_told_with_its_scheme(endpoint):
+    assert load_coordinator({"otlp_endpoint": endpoint}).otlp_endpoint == endpoint
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match=r"cannot read the configuration file .*nowhere\.toml"):
         load_up({}, path=str(tmp_path / "nowhere.toml"))
 
 
-@pytest.mark.parametrize("text", ["", "host", ":1", "host:", "host:x", "host:65536", "host:-1", "host:²"])
+@pytest.mark.parametrize(
+    "text", ["", "host", ":1", "host:", "host:x", "host:65536", "host:-1", "host:²", "http://host:1", "a b:1"]
+)
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         parse_address(text)
