@@ -315,7 +315,10 @@ class Dispatcher:
             self.counters["bugs"] += 1
             live.state, actions = end(live.state, ev.Fail(Internal("internal error; see the server's log")))
             for action in actions:
-                self._actions.carry_out(live, action, now)
+                try:
+                    self._actions.carry_out(live, action, now)
+                except Exception:  # what comes after it, the client's last word above all, is said all the same
+                    log.exception("request failed twice", request=live.id, cause=type(action).__name__)
 
     def _step(self, live: Live, event: ev.Event, now: float) -> None:
         before = live.state.phase
