@@ -83,7 +83,8 @@ def test_a_long_prompt_in_the_batch_is_prefill_in_the_step_of_those_that_waited(
     told = causes_told(tmp_path)
     worst = next(gap for gap in told["worst"] if gap["token"] > 10)  # not what a busy machine's start took
     assert next(iter(worst["causes_ms"])) == "prefill_in_step", worst
-    assert worst["causes_ms"]["prefill_in_step"] == pytest.approx(1000 * TOKEN_S * LONG, rel=0.1), worst
+    share = worst["causes_ms"]["prefill_in_step"] / (1000 * TOKEN_S * LONG)
+    assert 0.9 < share < 1.5, worst  # more of it on a busy machine
 
 
 def test_a_sequence_that_had_to_make_room_was_preempted(tmp_path: Path) -> None:
