@@ -114,7 +114,8 @@ class Roster:
         for worker, load in self._loads.items():
             silent = self._sessions[worker].silent_s() > rg.STALLED_S
             if load.description.role is Role.PREFILL:
-                prefill.append(load.prefill_view(silent, worker in leaving))
+                gone = worker in leaving or self._stuck.is_given_up(load.description)
+                prefill.append(load.prefill_view(silent, gone))
             else:
                 decode.append(load.decode_view(silent or worker in leaving))
         return Snapshot(tuple(prefill), tuple(decode), self._cached.index, self._serial)

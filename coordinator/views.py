@@ -15,7 +15,8 @@ class PrefillView:
     """queued_tokens: reported and not yet computed, plus what was assigned and is not in a report yet.
 
     ticketed_tokens: the part of it that came from this coordinator. total_blocks: of the pool, 0 if unknown.
-    filled: share of the pool that holds anything, in use or cached, 0 .. 1. leaving: it takes nothing any more, ever.
+    filled: share of the pool that holds anything, in use or cached, 0 .. 1. leaving: nobody waits for it, as it takes
+    nothing any more, or has been unwell for long.
     """
 
     worker_id: WorkerId

@@ -15,7 +15,7 @@ from coordinator.stuck import GIVEN_UP_S, Stuck
 from kvrelay.blocks import BlockCounts
 from kvrelay.errors import Unavailable
 from kvrelay.requests import Incarnation, Role
-from kvrelay.session import Load, Reserve, Start
+from kvrelay.session import Load, Prefill, Reserve, Start
 
 WELL = Load(BlockCounts(8, 8))
 UNWELL = replace(WELL, unwell=True)
@@ -122,3 +122,27 @@ async def test_a_role_whose_only_worker_is_stuck_is_not_ready_and_its_requests_e
     await until(lambda: roster.has(Role.DECODE) and roster.is_usable(Role.DECODE))
     assert (await door.ask(text="x", max_tokens=3)).ids == LETTERS[:3]
     await asyncio.sleep(0)
+
+
+async def test_decode_does_without_the_only_prefill_worker_while_that_is_stuck(
+    door: Door, pair: tuple[FakeWorker, FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once it has a session again, as nothing but its engine hangs: what comes then must not wait for it."""
+    monkeypatch.setattr(stuck, "GIVEN_UP_S", 1.0)
+    prefill, decode = pair
+    roster = door.coordinator.roster
+    held(prefill, "token0")
+    _, moved = door.begin(text="hello", max_tokens=4)
+    await until(lambda: prefill.commands(Prefill))
+    await until_unwell(door, prefill)
+    assert (await moved).ids == LETTERS[:4]
+    await until(lambda: len(roster.listing()) == 2)
+    assert not roster.has(Role.PREFILL)
+    async with asyncio.timeout(5.0):
+        assert (await door.ask(text="x", max_tokens=3)).ids == LETTERS[:3]
+    assert [command.local_prefill for command in decode.commands(Reserve)] == [False, True, True]
+    prefill.unwell = False
+    prefill.let_go("token0")
+    await until(lambda: roster.is_usable(Role.PREFILL))
+    assert (await door.ask(text="x", max_tokens=3)).ids == LETTERS[:3]
+    assert not decode.commands(Reserve)[3].local_prefill
