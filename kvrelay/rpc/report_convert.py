@@ -105,7 +105,7 @@ def _split(whole: worker_pb2.Report) -> Iterator[worker_pb2.Report]:
     if whole.HasField("welcome"):
         frame.welcome.CopyFrom(whole.welcome)
     size = frame.ByteSize()
-    for name in ("steps", "reserved", "refused", "records", "tokens", "landed", "pushed", "ended", "block_events"):
+    for name in ("steps", "reserved", "refused", "records", "landed", "tokens", "pushed", "ended", "block_events"):
         for item in getattr(whole, name):
             item_size = item.ByteSize() + ITEM_HEADER
             if size + item_size > room and size:

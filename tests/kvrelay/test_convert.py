@@ -314,14 +314,17 @@ def test_a_big_report_is_split_in_order_and_joins_to_the_same_report():
     assert joined(protos) == report
 
 
-def test_the_frames_of_a_big_report_have_its_records_before_its_tokens():
-    """A reader goes on with a token at once, and reads then what is known of the prompt."""
+@pytest.mark.parametrize("name", ["reserved", "records", "landed"])
+def test_the_frames_of_a_big_report_have_before_its_tokens_what_is_read_before_them(name):
+    """A reader goes on with a token at once, and reads then what is known of the prompt and of the hand-off."""
     report = session.Report(
         tokens=tuple(session.TokenOut(f"request-{i % 256}", 1, 0, i, i) for i in range(20_000)),
         records=tuple(session.ComputeRecord(f"request-{i}", 1, 0.5, 0.25) for i in range(256)),
+        reserved=tuple(session.Reserved(f"request-{i}", 1, None) for i in range(256)),
+        landed=tuple(session.Landed(f"request-{i}", 1) for i in range(256)),
     )
     first, *others = convert.report_to_protos(report)
-    assert (len(first.records), [len(frame.records) for frame in others]) == (256, [0] * len(others))
+    assert (len(getattr(first, name)), [len(getattr(frame, name)) for frame in others]) == (256, [0] * len(others))
     assert sum(len(frame.tokens) for frame in (first, *others)) == 20_000
 
 
