@@ -66,7 +66,7 @@ class WorkerLoad:
             queued_tokens=queued,
             ticketed_tokens=min(total, queued),
             step_tokens=self.description.step_tokens,
-            usable=self._takes_requests(silent or leaving),
+            usable=self.takes_requests(silent or leaving),
             last_assigned=self.last_assigned,
             total_blocks=self.description.num_blocks,
             block_size=self.description.layout.block_size,
@@ -89,14 +89,14 @@ class WorkerLoad:
             free_blocks=max(0, free),
             total_blocks=self.description.num_blocks,
             block_size=size,
-            usable=self._takes_requests(silent),
+            usable=self.takes_requests(silent),
             last_assigned=self.last_assigned,
             cached_blocks=min(load.blocks.cached, max(0, free)) if load else 0,
             queued_tokens=(load.queued_tokens if load else 0) + sum(share.to_compute for share in unseen),
             step_tokens=self.description.step_tokens,
         )
 
-    def _takes_requests(self, out_of_reach: bool) -> bool:
+    def takes_requests(self, out_of_reach: bool) -> bool:
         """By its last load, and what is known beside it: it is silent, or about to go."""
         load = self.load
         return load is not None and not (out_of_reach or load.draining or load.unwell)

@@ -91,17 +91,20 @@ class Roster:
 
     def is_usable(self, role: Role) -> bool:
         """Whether a worker of this role takes requests now: it is heard of, well, and not about to go."""
-        gone = {w for w, known in self._state.workers.items() if known.leaving}
-        gone |= {w for w, load in self._loads.items() if load.load is not None and load.load.unwell}
+        leaving = {w for w, known in self._state.workers.items() if known.leaving}
         return any(
-            load.description.role is role and worker not in gone and self._sessions[worker].silent_s() <= rg.STALLED_S
+            load.takes_requests(worker in leaving or self._sessions[worker].silent_s() > rg.STALLED_S)
             for worker, load in self._loads.items()
+            if load.description.role is role
         )
 
     def listing(self) -> list[tuple[WorkerDescription, Load | None, float]]:
-        """(description, last load, seconds of silence) of all workers with a session, by id."""
-        pairs = ((self._sessions[w], load) for w, load in sorted(self._loads.items()))
-        return [(load.description, load.load, session.silent_s()) for session, load in pairs]
+        """(description, last load, seconds of silence) of all workers with a session, by id.
+
+        Metrics are read by another thread: one whose session is just ending is left out.
+        """
+        pairs = [(self._sessions.get(w), load) for w, load in sorted(self._loads.items())]
+        return [(load.description, load.load, session.silent_s()) for session, load in pairs if session is not None]
 
     def clock_of(self, worker: WorkerId) -> Offset | None:
         """How far its clock is from ours; None before it is known."""

@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 from support.door import Door, held, until
 from support.fake_workers import FakeWorker
 
+from coordinator import registry
 from kvrelay.errors import InvalidArgument, ResourceExhausted
 from kvrelay.requests import RequestId
 from kvrelay.session import Ended, Prefill, Refused, Report
@@ -112,3 +113,21 @@ async def until_asked(worker: FakeWorker, requests: int, attempts: int = 1) -> l
 
     await until(asked)
     return asked()
+
+
+async def test_they_can_be_read_in_the_midst_of_the_end_of_a_session(
+    door: Door, pair: tuple[FakeWorker, FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the endpoint's thread, which comes at any moment."""
+    step, read = registry.step, list[float]()
+
+    def reading(state: registry.Registry, event: registry.Event, now: float) -> registry.Step:
+        if isinstance(event, registry.SessionDown):
+            read.append(value(door, names.PROM_WORKER_UP))
+        return step(state, event, now)
+
+    monkeypatch.setattr(registry, "step", reading)
+    pair[1].break_sessions()
+    await until(lambda: read)
+    assert read == [1.0]
+    await until(lambda: value(door, names.PROM_WORKER_UP) == 2.0)

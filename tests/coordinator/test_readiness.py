@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,16 @@ async def test_a_role_whose_only_worker_is_about_to_go_is_not_ready(
     about = pair[1].describe()
     door.coordinator.roster.leaving(about.worker_id, about.incarnation)
     await until_ready(door, FRONT, "kvrelay.prefill")
+
+
+async def test_a_worker_that_says_with_its_loads_that_it_drains_makes_no_role_ready_though_no_goodbye_came(
+    door: Door, pair: tuple[FakeWorker, FakeWorker]
+) -> None:
+    await until_ready(door, FRONT, "kvrelay.decode", "kvrelay.prefill")
+    prefill = pair[0]
+    load = replace(prefill.load(), draining=True)
+    prefill.load = lambda: load  # type: ignore[method-assign]
+    await until_ready(door, FRONT, "kvrelay.decode")
 
 
 async def test_a_role_that_is_watched_tells_of_each_change(door: Door) -> None:
