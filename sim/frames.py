@@ -10,7 +10,7 @@ from kvrelay.errors import Unavailable
 from kvrelay.requests import Incarnation
 from kvtransfer.store import BlockStore
 from kvtransfer.transports.base import Part, TransportEvent, WriteDone, WriteFailed
-from kvtransfer.transports.grpc import frames
+from kvtransfer.transports.grpc import HOPELESS, frames
 from sim.world import Node
 from worker.link_client import LinkClient
 from worker.transports import SEND_TIMEOUT_S
@@ -32,8 +32,11 @@ class Framed:
         pass
 
     def drop_peer(self, incarnation: Incarnation) -> None:
+        self._give_up(incarnation, "the peer was dropped")
+
+    def _give_up(self, incarnation: Incarnation, why: str) -> None:
         for part in self._parts.pop(incarnation, ()):
-            self._notify(WriteFailed(part.peer, part.epoch, part.part, "the peer was dropped", posted=False))
+            self._notify(WriteFailed(part.peer, part.epoch, part.part, why, posted=False))
 
     def post(self, part: Part) -> None:
         self._parts.setdefault(part.peer, deque()).append(part)
@@ -52,6 +55,9 @@ class Framed:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self.client.send_bulk(part.peer, message)
                 await asyncio.sleep(0.0)
-        except (Unavailable, TimeoutError) as error:
+        except TimeoutError as error:
+            self._give_up(part.peer, HOPELESS)
+            return WriteFailed(part.peer, part.epoch, part.part, str(error))
+        except Unavailable as error:
             return WriteFailed(part.peer, part.epoch, part.part, str(error))
         return WriteDone(part.peer, part.epoch, part.part, 0.001)

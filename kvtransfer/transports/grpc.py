@@ -22,6 +22,7 @@ from kvtransfer.transports.base import Part, TransportEvent, WriteDone, WriteFai
 MAX_DATA_BYTES = 200 * 1024
 MAX_QUEUED_PARTS = 1024
 JOIN_S = 5.0
+HOPELESS = "it waited behind one that the link did not take in time"
 
 Send = Callable[[Incarnation, BlockData | PartManifest], None]
 
@@ -29,7 +30,8 @@ Send = Callable[[Incarnation, BlockData | PartManifest], None]
 class GrpcTransport:
     """One sending thread per peer, so that a slow decode worker holds up no other.
 
-    send(peer, message): called on those threads; waits while the link is full, raises if it is gone.
+    send(peer, message): called on those threads; waits while the link is full, raises if it is gone, TimeoutError if it
+    stays full for too long.
     on_event: called on those threads for each event, must be quick and not raise; without it events wait for poll().
     on_failed: a sending thread died of this; the process should end.
     """
@@ -117,6 +119,9 @@ class _Sender:
         self._store, self._send, self._on_event, self._on_failed = store, send, on_event, on_failed
         self._parts: queue.Queue[Part | None] = queue.Queue()
         self._ending = False
+        self._num_hopeless = 0
+        """So many of the parts that wait did so behind one that the link did not take in time: they fail with it, or
+        each would hold its blocks for as long again."""
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{peer}", daemon=True)
         self._thread.start()
 
@@ -146,11 +151,16 @@ class _Sender:
     def _write(self, part: Part) -> TransportEvent:
         if self._ending:
             return WriteFailed(part.peer, part.epoch, part.part, "the peer was dropped", posted=False)
+        if self._num_hopeless:
+            self._num_hopeless -= 1
+            return WriteFailed(part.peer, part.epoch, part.part, HOPELESS, posted=False)
         begun_at = time.monotonic()
         try:
             for message in frames(self._store, part):
                 self._send(part.peer, message)
         except Exception as error:  # whatever the link raises ends this write, not the thread
+            if isinstance(error, TimeoutError):
+                self._num_hopeless = self._parts.qsize()
             return WriteFailed(part.peer, part.epoch, part.part, f"{type(error).__name__}: {error}")
         return WriteDone(part.peer, part.epoch, part.part, time.monotonic() - begun_at)
 

@@ -102,6 +102,32 @@ def test_a_link_that_breaks_fails_the_part_and_the_next_part_gets_its_own_event(
             assert wire.events.get(timeout=10) == expected
 
 
+def test_what_waits_behind_a_part_that_a_full_link_did_not_take_in_time_fails_with_it() -> None:
+    """Each would else hold its blocks for as long as the one before it: twenty of them ten minutes."""
+    entered, release, tried = threading.Event(), threading.Event(), list[int]()
+
+    def send(_peer: Incarnation, message: BlockData | PartManifest) -> None:
+        assert isinstance(message, BlockData)
+        tried.append(message.part)
+        entered.set()
+        assert release.wait(20)
+        raise TimeoutError
+
+    with Wire(send) as wire:
+        wire.transport.post(part_of(number=0))
+        assert entered.wait(10)
+        wire.transport.post(part_of(number=1))
+        wire.transport.post(part_of(number=2))
+        release.set()
+        first, *behind = [wire.events.get(timeout=10) for _ in range(3)]
+        assert first == WriteFailed(DECODE, 1, 0, "TimeoutError: ")
+        reason = "it waited behind one that the link did not take in time"
+        assert behind == [WriteFailed(DECODE, 1, number, reason, posted=False) for number in (1, 2)]
+        wire.transport.post(part_of(number=3))
+        assert wire.events.get(timeout=10) == WriteFailed(DECODE, 1, 3, "TimeoutError: ")
+    assert tried == [0, 3]
+
+
 def test_dropping_a_peer_ends_its_waiting_parts_as_never_begun() -> None:
     entered, release = threading.Event(), threading.Event()
 
