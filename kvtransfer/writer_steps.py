@@ -296,10 +296,11 @@ def _tick_closing(t: WritingTicket, event: Tick, now: float) -> Step:
     if t.link_lost_at is None:
         if t.failed and now >= t.failed_at + FAILED_WRITE_VERDICT_S:
             return _doom(t, "a write failed and its decode worker lives")
-        if t.posted and now >= _still_since(t, event) + STUCK_WRITE_S:
+        assert t.closing_at is not None, "a closing ticket began to close"
+        if t.posted and now >= _still_since(t, event, t.closing_at) + STUCK_WRITE_S:
             return _doom(t, "a write does not end")
         return _renew_if_due(t, now)
-    if t.posted and now >= t.link_lost_at + t.exit_s:
+    if t.posted and now >= _still_since(t, event, t.link_lost_at) + t.exit_s:
         return _doom(t, "a write outlived the link to its decode worker")
     if not t.posted and now >= t.link_lost_at + t.hold_s:
         if t.failed and not t.peer_dead:
@@ -310,10 +311,10 @@ def _tick_closing(t: WritingTicket, event: Tick, now: float) -> Step:
     return t, ()
 
 
-def _still_since(t: WritingTicket, event: Tick) -> float:
-    """Since when a write of a closing ticket has been waited for. Over a link they wait for those before them."""
-    assert t.closing_at is not None, "a closing ticket began to close"
-    return max(t.closing_at, event.wrote_at) if t.rules.refuses_late else t.closing_at
+def _still_since(t: WritingTicket, event: Tick, since: float) -> float:
+    """Since when a write of a closing ticket has been waited for. Over a link, the next one too if it is lost and there
+    again, they wait for those before them."""
+    return max(since, event.wrote_at) if t.rules.refuses_late else since
 
 
 _S = WriterState

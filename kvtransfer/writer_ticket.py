@@ -124,7 +124,8 @@ class WritingTicket:
             if self.posted and self.closing_at is not None and not self.rules.refuses_late:
                 times.append(self.closing_at + STUCK_WRITE_S)
         elif self.posted:
-            times.append(self.link_lost_at + self.exit_s)
+            if not self.rules.refuses_late:
+                times.append(self.link_lost_at + self.exit_s)
         else:
             times.append(self.link_lost_at + self.hold_s)
         return min(times, default=None)
@@ -137,7 +138,7 @@ class WritingTicket:
 
     @property
     def exit_s(self) -> float:
-        """How long after the loss of the link a write may still run."""
+        """How long after the loss of the link, or over grpc after the last end of one, a write may still run."""
         return STUCK_WRITE_S if self.rules.refuses_late else LINK_LOST_EXIT_S
 
     @property

@@ -89,6 +89,17 @@ def test_what_was_given_up_and_waits_in_a_link_that_moves_ends_no_process() -> N
     assert isinstance(exits, ExitProcess)
 
 
+def test_what_is_left_of_a_lost_link_and_goes_out_over_the_next_one_ends_no_process_while_that_moves() -> None:
+    """The peer refuses it, so nothing is in danger; the line is slow, and what was posted cannot be taken back."""
+    table = writing(refuses_late=True)
+    table.link_lost(DECODE, 2.0)
+    table.link_opened(DECODE, 2.5)
+    table.write_done(DECODE, 2, 0, 25.0)
+    assert live_on(table, 25.0, 24.5 + STUCK_WRITE_S) == []
+    exits = live_on(table, 25.0 + STUCK_WRITE_S, 25.0 + STUCK_WRITE_S)
+    assert [type(action) for action in exits] == [ExitProcess]
+
+
 def test_a_one_sided_write_that_was_given_up_has_its_own_time_whatever_others_do() -> None:
     table = writing()
     table.abort(DECODE, 1, 2.0)
@@ -142,3 +153,8 @@ def test_no_tick_is_asked_for_that_would_change_nothing() -> None:
     due = table.next_deadline()
     assert due is not None
     assert due > 50.0
+    table.link_lost(DECODE, 50.5)
+    table.write_done(DECODE, 2, 0, 70.0)
+    assert live_on(table, 70.0, 69.5 + STUCK_WRITE_S) == []
+    due = table.next_deadline()
+    assert due is None or due > 69.5 + STUCK_WRITE_S
