@@ -130,10 +130,10 @@ class Dispatcher:
     def leave(self, request_id: RequestId) -> None:
         """The handler is done: the client has everything, or has gone. Idempotent."""
         self._open.pop(request_id, None)
-        live = self._live.get(request_id)
-        for one in self._families.part(request_id) if live is None else (live,):
-            self._feed(one, ev.ClientGone())
-            self._live.pop(one.id, None)
+        for live in self._whole(request_id):
+            self._feed(live, ev.ClientGone())
+            self._live.pop(live.id, None)
+        self._families.part(request_id)
 
     def end_all(self, error: KVRelayError) -> None:
         """Ends every open stream with this error, but for those that are over and wait for a figure."""
@@ -197,9 +197,12 @@ class Dispatcher:
             fault_point("coordinator.sweep")
             now = time.monotonic()
             self._placing.sweep(now)
-            for stream in list(self._open.values()):
+            for request_id, stream in list(self._open.items()):
                 if stream.stuck_s(now) > STUCK_READER_S:
-                    stream.cut_off(ResourceExhausted(f"the client read nothing for {STUCK_READER_S:.0f} s"))
+                    error = ResourceExhausted(f"the client read nothing for {STUCK_READER_S:.0f} s")
+                    stream.cut_off(error)
+                    for live in self._whole(request_id):
+                        self._feed(live, ev.StreamFailed(error))
 
     # events in
 
@@ -294,6 +297,11 @@ class Dispatcher:
         """Whom a worker speaks of: the request of this id, or the sequences that it became in this attempt."""
         live = self._live.get(request_id)
         return (live,) if live is not None else self._families.under(request_id, attempt)
+
+    def _whole(self, request_id: RequestId) -> Sequence[Live]:
+        """All that is open of a client's request, whatever workers call it."""
+        live = self._live.get(request_id)
+        return (live,) if live is not None else self._families.of(request_id)
 
     def _feed_all(self, request_id: RequestId, event: ev.RefusedBy | ev.LandedAt) -> None:
         for live in self._lives(request_id, event.attempt):

@@ -58,9 +58,13 @@ class Families:
         """The open sequences that workers still know as parts of this attempt."""
         return [child for child in self._children.get(request_id, ()) if self._is_under(child, attempt)]
 
-    def part(self, request_id: RequestId) -> list[Live]:
-        """Forgets the family; its sequences that are still open, wherever they are."""
-        return [child for child in self._children.pop(request_id, ()) if child.id in self._requests]
+    def of(self, request_id: RequestId) -> list[Live]:
+        """Its sequences that are still open, wherever they are."""
+        return [child for child in self._children.get(request_id, ()) if child.id in self._requests]
+
+    def part(self, request_id: RequestId) -> None:
+        """Forgets the family."""
+        self._children.pop(request_id, None)
 
     def _is_under(self, child: Live, attempt: int) -> bool:
         fork = child.state.fork

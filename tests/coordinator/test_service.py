@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.door import MODEL, Door, held, join, read_all, until
 from support.fake_workers import LAYOUT, FakeWorker
 
-from coordinator import validate
+from coordinator import dispatch, validate
 from coordinator.main import INFERENCE, Coordinator
 from coordinator.states import Phase
 from coordinator.stream import TokenItem
@@ -419,6 +419,26 @@ async def test_a_reader_that_stops_reading_gets_resource_exhausted(
     async with asyncio.timeout(20):
         assert await end_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
     await door.idle()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_reader_that_is_cut_off_has_not_left(
+    door: Door, pair: tuple[FakeWorker, FakeWorker], monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """What is told of its request is what the client is told."""
+    monkeypatch.setattr(dispatch, "STUCK_READER_S", 0.3)
+    held(pair[1], "decode")
+    call = door.call(text="x", max_tokens=900, n=n)
+    await call.read()
+    await until(lambda: pair[1].commands(Start))
+    (stream,) = door.coordinator.dispatcher._open.values()
+    for index in range(300):
+        stream.put(TokenItem(index, 97, "y" * 100_000, 0.0))
+    await door.idle()
+    assert door.coordinator.figures.outcomes == {"ResourceExhausted": 1}
+    assert (door.counters["outcome.ResourceExhausted"], door.counters["outcome.Cancelled"]) == (1, n - 1)
+    async with asyncio.timeout(20):
+        assert await end_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_tokenize_and_detokenize(door: Door) -> None:
