@@ -72,7 +72,8 @@ class Telling:
     def _ended(self, live: Live, model: str, now: float, span: Span) -> None:
         outcome = outcome_of(live)
         facts = live.facts
-        self.figures.ended(outcome, len(facts.prompt_ids) if facts.prefix_cache else 0, live.cached_tokens)
+        looked_for = facts.prefix_cache and any(a.prefill_record is not None for a in (*live.lost, live.attempt))
+        self.figures.ended(outcome, len(facts.prompt_ids) if looked_for else 0, live.cached_tokens)
         for pushed in _pushes(live):
             self.figures.handed_over(pushed)
         if self._gen_ai is not None:

@@ -10,7 +10,7 @@ from support.fake_workers import FakeWorker
 from coordinator import registry
 from kvrelay.errors import InvalidArgument, ResourceExhausted
 from kvrelay.requests import RequestId
-from kvrelay.session import Ended, Prefill, Refused, Report
+from kvrelay.session import Ended, Prefill, Refused, Report, Reserve
 from kvrelay.telemetry import names
 
 pytestmark = pytest.mark.parametrize("door", [{"metrics": "127.0.0.1:0", "open_limit": 3}], indirect=True)
@@ -131,3 +131,20 @@ async def test_they_can_be_read_in_the_midst_of_the_end_of_a_session(
     await until(lambda: read)
     assert read == [1.0]
     await until(lambda: value(door, names.PROM_WORKER_UP) == 2.0)
+
+
+async def test_a_prompt_that_nobody_began_was_looked_for_in_no_cache(
+    door: Door, pair: tuple[FakeWorker, FakeWorker]
+) -> None:
+    prefill, decode = pair
+    prefill.cached_tokens = 3
+    held(decode, "reserve")
+    _, asked = door.begin(text="never begun", max_tokens=3)
+    await until(lambda: decode.commands(Reserve))
+    asked.cancel()
+    await door.idle()
+    decode.let_go("reserve")
+    assert (await door.ask(text="hello", max_tokens=3)).error is None
+    prefill.cached_tokens = 0
+    assert (await door.ask(text="hello", max_tokens=3, prefix_cache=False)).error is None
+    assert (value(door, names.PROM_CACHE_QUERIED), value(door, names.PROM_CACHE_MATCHED)) == (5, 3)
