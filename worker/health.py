@@ -1,6 +1,7 @@
 """How a worker is: well while something moves or there is nothing to do. Said by gRPC health; decides nothing else.
 
-Stuck means that for STUCK_S the engine's thread did not come round, or that nothing moved although there was work.
+Stuck means that for STUCK_S the engine's thread did not come round, or the transport's, without which no hand-off lands
+or ends, or that nothing moved although there was work.
 Then readiness and liveness are NOT_SERVING, and coordinators hear of it with each load: they place nothing there, and
 move what is there if it lasts. `kvrelay up` kills a worker for which it lasts. A busy one is not stuck.
 """
@@ -39,22 +40,31 @@ async def watch(
     server: RpcServer,
     leaving: Callable[[], bool] = lambda: False,
     changed: Callable[[bool], None] = lambda healthy: None,
+    transport_hangs_s: Callable[[], float] = lambda: 0.0,
 ) -> None:
     """Until cancelled. Our own pauses, in which the engine stood still too, do not count.
 
-    changed: told how it is now, whenever that changes.
+    changed: told how it is now, whenever that changes. transport_hangs_s: how long its thread has not come round.
     """
-    turns = Liveness.start(STUCK_S, time.monotonic())
+    turns = rounds = Liveness.start(STUCK_S, time.monotonic())
     healthy = True
     while True:
         await asyncio.sleep(CHECK_S)
         fault_point("worker.watch")
         turns = turns.heard(max(turns.heard_at, engine.progress_at))
         turns, hangs = turns.check(time.monotonic(), CHECK_S)
-        now_healthy = not hangs and engine.stuck_s < STUCK_S
+        rounds = rounds.heard(max(rounds.heard_at, time.monotonic() - transport_hangs_s()))
+        rounds, transport_hangs = rounds.check(time.monotonic(), CHECK_S)
+        now_healthy = not hangs and not transport_hangs and engine.stuck_s < STUCK_S
         if now_healthy != healthy:
             healthy = now_healthy
             changed(healthy)
-            log.warning("health changed", healthy=healthy, engine_hangs=hangs, nothing_moved_s=round(engine.stuck_s, 1))
+            log.warning(
+                "health changed",
+                healthy=healthy,
+                engine_hangs=hangs,
+                transport_hangs=transport_hangs,
+                nothing_moved_s=round(engine.stuck_s, 1),
+            )
             await server.set_ready(healthy and not leaving())
             await server.set_ready(healthy, LIVENESS)

@@ -74,7 +74,7 @@ async def _main(
         log.error("cannot start", field=error.field, why=error.message)
         return EXIT_FAILED
     engine, executor = await _start_engine(shell, role)
-    shell.transport = make_transport(shell, executor)
+    transport = shell.transport = make_transport(shell, executor)
     description = _describe(shell, role, executor, port)
     role.attach(shell, server, description, executor)
     assert shell.hub is not None
@@ -84,7 +84,9 @@ async def _main(
     registration = Registration(
         description, config.coordinators, lambda why: shell.quit(EXIT_CONFIG), on_death=shell.die
     )
-    health = asyncio.ensure_future(watch(engine, server, shell.stop.is_set, shell.note_health))
+    health = asyncio.ensure_future(
+        watch(engine, server, shell.stop.is_set, shell.note_health, lambda: transport.hangs_s)
+    )
     shell.keep(health)
     settle()
     on_ready(description.address)

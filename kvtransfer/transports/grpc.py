@@ -38,6 +38,8 @@ class GrpcTransport:
 
     name = "grpc"
     refuses_late = True
+    hangs_s = 0.0
+    """Its threads wait for nothing but links, each time with a bound."""
 
     def __init__(
         self,

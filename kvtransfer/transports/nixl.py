@@ -72,6 +72,8 @@ class NixlTransport:
         self._poll_until = 0.0
         self._moved_at = 0.0
         self._closing = False
+        self._at_it_since: float | None = None
+        """Since when the owner is at the one thing it does now; None while it waits for something to do."""
         self._died: BaseException | None = None
         ready: Future[None] = Future()
         self._thread = threading.Thread(
@@ -79,6 +81,12 @@ class NixlTransport:
         )
         self._thread.start()
         ready.result()
+
+    @property
+    def hangs_s(self) -> float:
+        """How long the owner has not come round: what was asked of it, and all writes and manifests, wait meanwhile."""
+        since = self._at_it_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def metadata(self) -> bytes:
         """What a peer's add_peer needs, with pool()."""
@@ -172,13 +180,16 @@ class NixlTransport:
         quiet = not self._writes and now > self._moved_at + QUIET_AFTER_S
         self._take_commands(0.0 if spinning else None if not busy else QUIET_POLL_S if quiet else POLL_S)
         if busy:
+            self._at_it_since = time.monotonic()
             self._look()
+        self._at_it_since = None
 
     def _take_commands(self, wait_s: float | None) -> None:
         """Wait for the first command (None: for ever; 0: not at all), then take all that are there."""
         try:
             command = self._commands.get(block=wait_s != 0.0, timeout=wait_s)
             while True:
+                self._at_it_since = time.monotonic()
                 command()
                 command = self._commands.get_nowait()
         except queue.Empty:

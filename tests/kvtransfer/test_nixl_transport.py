@@ -325,6 +325,31 @@ def test_an_owner_that_is_stuck_with_a_peer_is_named_and_refuses_no_other_thread
     transport.close()
 
 
+def test_an_owner_that_does_not_come_round_is_seen_to_hang_and_one_that_rests_is_not() -> None:
+    stub, looks, goes_on = StubAgent([]), threading.Event(), threading.Event()
+
+    def notifications() -> list[tuple[Incarnation, bytes]]:
+        looks.set()
+        goes_on.wait(10)
+        return []
+
+    stub.notifications = notifications  # type: ignore[method-assign]
+    transport = owner(stub)
+    time.sleep(0.05)  # it has nothing to do for so long
+    assert transport.hangs_s == 0.0
+    transport.expect(ticket_of())
+    assert looks.wait(10)
+    seen = transport.hangs_s
+    time.sleep(0.05)
+    assert transport.hangs_s >= seen + 0.05
+    goes_on.set()
+    transport.unexpect(1)
+    ends_at = time.monotonic() + 10
+    while transport.hangs_s:
+        assert time.monotonic() < ends_at
+    transport.close()
+
+
 def test_an_agent_that_cannot_start_says_so_at_once() -> None:
     def broken(_incarnation: object, _store: object) -> Any:
         raise RuntimeError("no backend")
