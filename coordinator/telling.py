@@ -114,7 +114,12 @@ class Telling:
             if clock is not None:
                 self._clocks[about.incarnation] = clock
             if steps.untold and (clock is not None or steps.is_gone):
-                export_steps(self._tracer, steps, clock or UNKNOWN_CLOCK, now, now_ns)
+                try:
+                    export_steps(self._tracer, steps, clock or UNKNOWN_CLOCK, now, now_ns)
+                except Exception:  # whatever a worker's clock says, it must not end the coordinator
+                    if not steps.has_failed:
+                        log.exception("steps could not be exported", worker=about.worker_id)
+                    steps.has_failed = True
         self._steps.forget_gone()
         if len(self._clocks) > 1024:
             self._clocks.clear()

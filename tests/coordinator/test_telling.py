@@ -19,6 +19,7 @@ from kvrelay.config import CoordinatorConfig
 from kvrelay.requests import Role
 from kvrelay.rpc.channel import open_channel
 from kvrelay.session import Ended, Landed, Report, Start, TokenOut
+from kvrelay.steps import StepRecord
 from kvrelay.telemetry import names, tracing
 from kvrelay.telemetry.export import Dropped, Gate, Queue
 from kvrelay.telemetry.tracing import Tracing
@@ -215,6 +216,20 @@ def test_spans_beyond_the_queue_are_counted_and_the_others_kept() -> None:
     provider.force_flush()
     assert (len(exporter.get_finished_spans()), dropped.count) == (9, 12)
     provider.shutdown()
+
+
+async def test_steps_whose_times_are_no_times_of_this_world_do_not_end_the_coordinator() -> None:
+    async with World() as world, FakeWorker(Role.DECODE, "d0") as decode:
+        await join(world.door, decode)
+        steps, about = world.coordinator.dispatcher.steps, decode.describe()
+        for at in (1e300, 5.0):
+            await until(lambda: steps.of(about.worker_id) and decode.sessions)
+            decode.say(Report(steps=(StepRecord(1, at, 0.1),), step_tokens=(0,)))
+            await until(lambda: any(each.untold for each in steps.all()))
+            decode.break_sessions()  # what a lost worker has left is told, though its clock was never known
+            await until(lambda: not any(each.untold for each in steps.all()))
+        await until(lambda: [span.name for span in world.spans()] == [names.SPAN_STEPS])
+        assert not any(task.done() for task in world.coordinator._tasks)
 
 
 async def test_a_dead_collector_costs_a_counter_and_no_answer() -> None:
