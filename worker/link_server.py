@@ -2,7 +2,8 @@
 
 One link per prefill incarnation. A link whose end comes from the other side is reported as closed by the peer's kernel:
 a prefill worker closes its call only by ending (see worker.link_client), so that nothing of it can write any more when
-the end of the stream is seen here. A link that we end says nothing about the peer.
+the end of the stream is seen here. A link that we end says nothing about the peer. A writer that dials anew has lost
+its older link, whose end may never be seen here if the line between the two failed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,20 @@ MAX_UNREAD = 65_536
 WriteMessage = Callable[[ToPrefill], Awaitable[None]]
 
 
+class _Link:
+    """A link that is open as far as the engine knows. ended_here: by us, which its handler has yet to see."""
+
+    def __init__(self, reader: asyncio.Future[None]) -> None:
+        self.queue: asyncio.Queue[ToPrefill | None] = asyncio.Queue()
+        self.reader = reader
+        self.ended_here = False
+        reader.add_done_callback(lambda _: self.queue.put_nowait(None))
+
+    def end(self) -> None:
+        self.ended_here = True
+        self.queue.put_nowait(None)
+
+
 class LinkServer:
     """All links of a decode worker, on its event loop. verify_kv: only writers that send checksums are welcome."""
 
@@ -41,57 +56,55 @@ class LinkServer:
         self._welcome = welcome
         self._fingerprint = model_fingerprint
         self._verify_kv = verify_kv
-        self._queues: dict[Incarnation, asyncio.Queue[ToPrefill | None]] = {}
-        self._ended_here: set[Incarnation] = set()
+        self._links: dict[Incarnation, _Link] = {}
 
     def send(self, writer: Incarnation, message: ToPrefill) -> None:
         """Queue a message; dropped when that link is gone. A link whose queue overflows is ended."""
-        queue = self._queues.get(writer)
-        if queue is None:
+        link = self._links.get(writer)
+        if link is None or link.ended_here:
             return
-        if queue.qsize() >= MAX_UNREAD:
+        if link.queue.qsize() >= MAX_UNREAD:
             log.error("link ended: the prefill worker reads nothing", incarnation=writer)
-            self._end(writer)
+            link.end()
         else:
-            queue.put_nowait(message)
+            link.queue.put_nowait(message)
 
     def end_all(self) -> None:
-        for writer in list(self._queues):
-            self._end(writer)
-
-    def _end(self, writer: Incarnation) -> None:
-        queue = self._queues.pop(writer)
-        self._ended_here.add(writer)
-        queue.put_nowait(None)
+        for link in self._links.values():
+            link.end()
 
     async def serve(self, messages: AsyncIterator[ToDecode], write: WriteMessage) -> None:
         """Run one link to its end. Raises FailedPrecondition or InvalidArgument when it cannot begin."""
         hello = await self._greet(messages)
         writer = hello.incarnation
-        if writer in self._queues or writer in self._ended_here:
-            raise FailedPrecondition(f"{hello.worker_id} has a link already", field="link.hello.incarnation")
-        queue: asyncio.Queue[ToPrefill | None] = asyncio.Queue()
-        self._queues[writer] = queue
+        self._end_older(writer)
+        link = self._links[writer] = _Link(asyncio.ensure_future(self._read(writer, messages)))
+        reader = link.reader
         log.info("link opened", prefill=hello.worker_id, incarnation=writer)
-        reader = asyncio.ensure_future(self._read(writer, messages))
-        reader.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             # First: a writer that is welcomed must no longer count as gone.
             self._mailbox.post(LinkOpened(writer))
             await write(self._welcome)
-            while (message := await queue.get()) is not None:
+            while (message := await link.queue.get()) is not None:
                 await write(message)
         finally:
-            self._queues.pop(writer, None)
-            refused = reader.done() and not reader.cancelled() and reader.exception() is not None
-            ours = refused or writer in self._ended_here
-            self._ended_here.discard(writer)
+            if self._links.get(writer) is link:
+                del self._links[writer]
+                refused = reader.done() and not reader.cancelled() and reader.exception() is not None
+                self._mailbox.post(LinkClosed(writer, by_kernel=not (refused or link.ended_here)), must=True)
             reader.cancel()
-            self._mailbox.post(LinkClosed(writer, by_kernel=not ours), must=True)
             await asyncio.gather(reader, return_exceptions=True)
             log.info("link closed", prefill=hello.worker_id, incarnation=writer)
         if not reader.cancelled() and (error := reader.exception()) is not None:
             raise error
+
+    def _end_older(self, writer: Incarnation) -> None:
+        """Its writer lives, and nothing that came over it is heard any more."""
+        older = self._links.pop(writer, None)
+        if older is not None:
+            older.reader.cancel()
+            older.end()
+            self._mailbox.post(LinkClosed(writer, by_kernel=False), must=True)
 
     async def _greet(self, messages: AsyncIterator[ToDecode]) -> LinkHello:
         try:

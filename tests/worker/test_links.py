@@ -134,6 +134,31 @@ async def test_a_cut_link_is_reported_on_both_sides_and_dialled_again_when_asked
     await ends.client.close()
 
 
+async def test_a_writer_that_dials_anew_ends_its_older_link_whose_loss_was_never_seen_here() -> None:
+    """A line that fails for long ends the connection for who sends over it; the other end would be there for ever, and
+    every new link of that writer refused.
+    """
+    ends = Ends()
+    ends.ensure()
+    await events_of(ends.at_prefill, lambda e: LinkOpened(D) in e)
+    lost = ends.pipes[0]
+    lost.down.put_nowait(Unavailable("timed out"))  # at this end alone: what the other one says or hears is lost
+    serving, lost.task = lost.task, asyncio.ensure_future(asyncio.sleep(0))
+    await events_of(ends.at_prefill, lambda e: len(e) == 1)
+    ends.ensure()
+    assert await events_of(ends.at_prefill, lambda e: len(e) == 1) == [LinkOpened(D)]
+    # The writer lives: that its link ended proves nothing about what it may still write.
+    assert ends.at_decode.take(0) == [LinkOpened(P), LinkClosed(P, by_kernel=False), LinkOpened(P)]
+    lost.up.put_nowait(Renew(1))
+    await asyncio.wait_for(serving, 5)
+    ends.client.send(D, Renew(2))
+    assert await events_of(ends.at_decode, lambda e: len(e) == 1) == [FromPrefill(P, Renew(2))]
+    ends.server.send(P, LandedNotice(3))
+    assert await events_of(ends.at_prefill, lambda e: len(e) == 1) == [FromDecode(D, LandedNotice(3))]
+    await ends.client.close()
+    assert await events_of(ends.at_decode, lambda e: len(e) == 1) == [LinkClosed(P, by_kernel=True)]
+
+
 async def test_a_link_to_another_incarnation_is_refused_with_both_named() -> None:
     ends = Ends()
     ends.ensure(Incarnation("older"))
