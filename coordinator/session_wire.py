@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from kvrelay.rpc.block_convert import list_from_protos
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.convert import command_to_protos, report_from_proto
 from kvrelay.rpc.fields import understood
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.status import from_rpc_error, from_write_error
 from kvrelay.session import Command, Report, WorkerDescription
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
@@ -42,8 +43,8 @@ class _GrpcCall:
         try:
             for frame in command_to_protos(command):
                 await self._call.write(self._wrap(frame))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise from_write_error(error) from error
 
     async def read(self) -> Report | None:
         try:

@@ -5,6 +5,7 @@ This and the service.py files are the only places of a worker that see protos.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from kvrelay.rpc.convert import (
     to_prefill_to_proto,
 )
 from kvrelay.rpc.fields import understood
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.status import from_rpc_error, from_write_error
 from kvrelay.session import Command
 from kvrelay.v1 import link_pb2, link_pb2_grpc
 from worker.link_server import LinkServer
@@ -67,8 +68,8 @@ class _LinkCall:
     async def write(self, message: ToDecode) -> None:
         try:
             await self._call.write(to_decode_to_proto(message))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise from_write_error(error) from error
 
     async def messages(self) -> AsyncIterator[ToPrefill]:
         try:

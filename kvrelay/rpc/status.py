@@ -5,6 +5,7 @@ Unknown exceptions become Internal: their message stays in the log, the caller g
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -177,6 +178,11 @@ def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
             case error_details_pb2.RetryInfo():
                 retry = detail.retry_delay.ToNanoseconds() / 1e9
     return kind(message, field=field, retry_after_s=retry, resource=resource, metadata=metadata)
+
+
+def from_write_error(error: grpc.RpcError | asyncio.InvalidStateError) -> KVRelayError:
+    """As `from_rpc_error`, of a write: grpc.aio says with InvalidStateError that the call was over before."""
+    return from_rpc_error(error) if isinstance(error, grpc.RpcError) else errors.Unavailable("the call is over")
 
 
 def in_words(details: str) -> str:

@@ -15,7 +15,7 @@ from coordinator.session_wire import SessionCall, dial_worker, list_blocks
 from kvrelay.errors import Unavailable
 from kvrelay.requests import Role, SessionId
 from kvrelay.rpc.server import RpcServer
-from kvrelay.session import Hello, WorkerDescription
+from kvrelay.session import Heartbeat, Hello, WorkerDescription
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 
@@ -76,6 +76,18 @@ async def test_a_session_is_over_at_the_worker_however_it_is_left(
         (result,) = await asyncio.gather(asyncio.create_task(talk(worker.describe())), return_exceptions=True)
         assert type(result) is (type(None) if error is None else error)
         await until(lambda: worker.server.edge.running == 0, 1.0)
+
+
+@pytest.mark.parametrize("last", [RuntimeError("ordered by a test"), None])
+async def test_a_write_to_a_session_that_is_over_fails_as_one_that_breaks_does(last: Exception | None) -> None:
+    """And not as a bug of ours, which is logged with its traceback."""
+    async with FakeWorker(Role.DECODE, "w") as worker, dial_worker(worker.describe()) as call:
+        await call.write(Hello("c", SessionId("s")))
+        assert (await call.read()) is not None
+        worker.sessions[0].put_nowait(last)
+        await until(call._call.done)  # type: ignore[attr-defined]  # gRPC's own
+        with pytest.raises(Unavailable, match="the call is over"):
+            await call.write(Heartbeat(1, 1.0))
 
 
 class Lists(worker_pb2_grpc.DecodeServiceServicer):

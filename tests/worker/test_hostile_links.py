@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from support.greetings import HELLO, LAYOUT, WELCOME, D, P
 
-from kvrelay.errors import InvalidArgument
+from kvrelay.errors import InvalidArgument, Unavailable
 from kvrelay.link import (
     AbortedNotice,
     LandedNotice,
@@ -120,6 +120,19 @@ async def test_what_a_decode_worker_may_not_say_ends_its_link_by_name_and_nothin
     assert closed.peer_dead == (kind == "another life")
     assert [type(e) for e in got[:-1]] == [LinkOpened] * (len(got) - 1)
     await client.close()
+
+
+async def test_a_write_to_a_link_that_is_over_fails_as_one_that_breaks_does() -> None:
+    """And not as a bug of ours."""
+    async with AsyncExitStack() as server:
+        address = await server.enter_async_context(fake_decode([wire(WELCOME)]))
+        async with dial_link(address) as call:
+            await call.write(HELLO)
+            assert isinstance(await anext(call.messages()), LinkWelcome)
+            await server.aclose()
+            await until(call._call.done)
+            with pytest.raises(Unavailable, match="the call is over"):
+                await call.write(Renew(1))
 
 
 async def test_a_flood_of_messages_waits_for_the_engine_and_leaves_room_for_others() -> None:
