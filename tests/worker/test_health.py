@@ -94,6 +94,7 @@ async def test_a_transport_that_does_not_come_round_makes_unwell_though_the_engi
 
 async def test_a_whole_worker_looks_at_its_transport_too(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "settle", lambda: None)  # this process goes on after it
+    monkeypatch.setattr(health, "STUCK_S", 1.5)  # an idle engine turns twice a second
     made: list[GrpcTransport] = []
 
     def make(shell: Shell, executor: Executor) -> GrpcTransport:
