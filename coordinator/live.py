@@ -58,6 +58,14 @@ class Attempt:
     steps: WorkerSteps | None = None
     """Of the decode worker."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker may have computed any of the prompt."""
+        if self.loss is not None and self.loss.cause is Cause.NOT_TAKEN:
+            return False
+        alone = self.placement is not None and self.placement.prefill is None
+        return (self.reserved_at if alone else self.prefill_sent_at) is not None
+
     def to_avoid(self) -> tuple[WorkerId, ...]:
         """With whom not to try again. Of a hand-off that failed nobody knows which of the two it was."""
         loss, placement = self.loss, self.placement

@@ -21,7 +21,8 @@ def keep_computed(live: Live, worker: WorkerId, record: ComputeRecord, counters:
     """Keeps what the prompt took, if this worker computed it for the current attempt: prefill, or decode without it.
 
     Records are read before tokens, so what counts as cached is known when index 0 is, and no later attempt changes it.
-    What a sequence that moved has to compute anew, its prompt and its tokens so far less what was cached, is counted.
+    What a sequence that moved has to compute anew, its prompt and its tokens so far less what was cached, is counted;
+    nothing is computed anew of what no worker had begun.
     """
     placement = live.state.placement
     if placement is None or record.attempt != live.state.attempt or worker != (placement.prefill or placement.decode):
@@ -30,7 +31,7 @@ def keep_computed(live: Live, worker: WorkerId, record: ComputeRecord, counters:
     if live.attempt.first_index == 0:
         live.cached_tokens = min(record.num_cached_tokens, len(live.facts.prompt_ids))
     loss = live.lost[-1].loss if live.lost else None
-    if loss is not None:
+    if loss is not None and any(attempt.has_begun for attempt in live.lost):
         again = max(0, len(live.facts.prompt_ids) + live.attempt.first_index - record.num_cached_tokens)
         counters["recomputed_tokens"] += again
         counters[f"recomputed_tokens.{loss.cause.value}"] += again

@@ -99,6 +99,22 @@ async def test_a_first_token_counts_once_however_often_its_prompt_was_computed_a
     assert value(door, names.PROM_RECOMPUTED, cause="worker_failed") == door.counters["recomputed_tokens"]
 
 
+@pytest.mark.parametrize("refuses", ["decode", "prefill"])
+async def test_what_nobody_had_begun_is_not_computed_anew(
+    door: Door, pair: tuple[FakeWorker, FakeWorker], refuses: str
+) -> None:
+    """A worker that drains takes nothing: its requests move, and cost nothing but that."""
+    prefill, decode = pair
+    worker = decode if refuses == "decode" else prefill
+    worker.refuse = Refused(RequestId(""), 0, "Unavailable", "draining")
+    _, asked = door.begin(text="hello", max_tokens=3)
+    await until(lambda: door.counters["migrated"])
+    worker.refuse = None
+    assert (await asked).error is None
+    assert value(door, names.PROM_MIGRATIONS, cause="worker_not_taking") == door.counters["migrated"]
+    assert value(door, names.PROM_RECOMPUTED) == 0
+
+
 def failed(request_id: RequestId) -> Report:
     return Report(ended=(Ended(request_id, 0, 0, "failed", "Unavailable", "it starts again"),))
 
@@ -139,9 +155,10 @@ async def test_a_prompt_that_nobody_began_was_looked_for_in_no_cache(
     prefill, decode = pair
     prefill.cached_tokens = 3
     held(decode, "reserve")
-    _, asked = door.begin(text="never begun", max_tokens=3)
+    call = door.call(text="never begun", max_tokens=3)
+    await call.read()
     await until(lambda: decode.commands(Reserve))
-    asked.cancel()
+    call.cancel()
     await door.idle()
     decode.let_go("reserve")
     assert (await door.ask(text="hello", max_tokens=3)).error is None
