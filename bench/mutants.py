@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from known_fault import Fault
+from known_faults_bounds import BOUNDS_FAULTS
 from known_faults_handoff import HANDOFF_FAULTS
 from known_faults_life import LIFE_FAULTS
 from known_faults_memory import MEMORY_FAULTS
@@ -37,18 +38,19 @@ from known_faults_memory import MEMORY_FAULTS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvrelay", "coordinator", "worker", "prefill_svc", "decode_svc", "kvtransfer", "engine", "sim")
 COPIED = (*PACKAGES, "tests", "pyproject.toml")
-FAULTS: tuple[Fault, ...] = (*HANDOFF_FAULTS, *LIFE_FAULTS, *MEMORY_FAULTS)
+FAULTS: tuple[Fault, ...] = (*HANDOFF_FAULTS, *LIFE_FAULTS, *MEMORY_FAULTS, *BOUNDS_FAULTS)
 CONTROL = Fault("control", "nothing is changed", ())
 TABLES = tuple(
-    f"tests/kvtransfer/test_{name}.py" for name in ("receiver_table", "writer_table", "handoff_times", "stuck_writes")
+    f"tests/kvtransfer/test_{name}.py"
+    for name in ("receiver_table", "writer_table", "handoff_times", "stuck_writes", "grpc_transport")
 )
 HANDOFF = (*TABLES, "tests/worker", "tests/kvtransfer/test_handoff_random.py")
 COORDINATOR = (
     *("lifecycle", "moves", "live", "other_placement", "forks", "router", "router_caches", "router_chance"),
     *("cached_blocks", "worker_registry", "worker_side", "admission", "waiting", "steps_heard", "readiness"),
-    *("prefix_index", "lifecycle_random", "forks_random"),
+    *("prefix_index", "lifecycle_random", "forks_random", "stuck_workers", "bugs", "telling"),
 )
-"""Its tests without the doors: those are about requests, texts and connections, which no known fault touches."""
+"""Its tests without most doors: those are about requests, texts and connections, which no known fault touches."""
 UNIT_TESTS = {
     "kvtransfer": HANDOFF,
     "decode_svc": ("tests/decode_svc", "tests/worker"),
