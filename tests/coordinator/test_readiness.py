@@ -73,7 +73,7 @@ async def test_a_worker_that_says_with_its_loads_that_it_drains_makes_no_role_re
     await until_ready(door, FRONT, "kvrelay.decode", "kvrelay.prefill")
     prefill = pair[0]
     load = replace(prefill.load(), draining=True)
-    prefill.load = lambda: load  # type: ignore[method-assign]
+    prefill.load = lambda: load  # type: ignore[method-assign]  # what it says is the test's to choose
     await until_ready(door, FRONT, "kvrelay.decode")
 
 

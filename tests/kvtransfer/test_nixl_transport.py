@@ -333,7 +333,7 @@ def test_an_owner_that_does_not_come_round_is_seen_to_hang_and_one_that_rests_is
         goes_on.wait(10)
         return []
 
-    stub.notifications = notifications  # type: ignore[method-assign]
+    stub.notifications = notifications  # type: ignore[method-assign]  # a stub's is the test's to choose
     transport = owner(stub)
     time.sleep(0.05)  # it has nothing to do for so long
     assert transport.hangs_s == 0.0

@@ -18,6 +18,10 @@ A, B = SessionId("a"), SessionId("b")
 LOAD = Load(BlockCounts(100, 40, held=30, cached=20, reserved=10), transfers_in_flight=3)
 
 
+def broken(*_: object) -> None:
+    raise ValueError("negative increment")
+
+
 def rows(num_tokens: int, samples: bool, forks: int = 0) -> SequenceSlice:
     key = SequenceKey(A, RequestId("r"), 0, 0)
     table = BlockTable(0, 16, (0,), 16)
@@ -71,9 +75,6 @@ def test_each_session_hears_of_each_step_once_from_its_opening_on() -> None:
 
 
 def test_a_step_that_cannot_be_recorded_is_not_told_and_the_next_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ValueError("negative increment")
-
     notes = StepNotes()
     notes.open(A)
     with monkeypatch.context() as patched:
@@ -85,9 +86,6 @@ def test_a_step_that_cannot_be_recorded_is_not_told_and_the_next_one_is(monkeypa
 
 
 def test_tokens_are_exact_though_no_step_can_be_recorded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ValueError("negative increment")
-
     apply = pair.decode.apply
 
     def applied(plan: Plan, result: Result, now: float) -> None:
