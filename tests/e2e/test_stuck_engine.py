@@ -45,7 +45,7 @@ async def test_a_step_that_hangs_makes_the_worker_unwell_and_its_end_well_again(
             async with AsyncClient(coordinator.address) as client, open_channel(prefill.address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 await until_two_workers(client)
-                await until_it_says(stub, SERVING, "kvrelay.v1.PrefillService", 10.0)
+                await until_it_says(stub, SERVING, "kvrelay.v1.PrefillService", 1.0)
                 answer = asyncio.ensure_future(stream_of(client, case).collect())
                 await until_it_says(stub, NOT_SERVING, "", 20.0)
                 assert not answer.done()
